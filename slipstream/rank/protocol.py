@@ -1,0 +1,88 @@
+"""Messages between a front end and a group's leader, over one stream socket, as msgpack with a length prefix.
+
+The front end is the only sender of terminal events to clients (DESIGN rule 11); it must end each request exactly once,
+by `Finished`, by `Refused`, or by itself when the connection ends.
+"""
+
+import msgspec
+
+from slipstream.log.request import Request, TokenLogprobs
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """A new request. The leader answers with tokens and one `Finished`, or with one `Refused`."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client is gone, or a stop string was found.
+
+    `kept` is the count of generated tokens that remain part of the answer; pages beyond are not cached. -1 keeps all.
+    The leader still answers with `Finished(reason="abort")`.
+    """
+
+    id: int
+    kept: int = -1
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """Committed tokens of one settle: column i is (ids[i], tokens[i]). A request may stand in several columns, in order."""
+
+    ids: bytes  # int64 little-endian request ids
+    tokens: bytes  # int32 little-endian token ids
+    logprobs: dict[int, TokenLogprobs] | None = None  # by column
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The request was admitted. `cached_tokens` of its prompt came from the prefix cache."""
+
+    id: int
+    cached_tokens: int
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """Log probabilities of prompt positions [start, start + len(rows)), sent before the first token. Position 0 has none."""
+
+    id: int
+    start: int
+    rows: list[TokenLogprobs]
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have dropped the request.
+
+    reason: "stop" (an end or stop token; it is the last token sent), "length", "abort", "error".
+    """
+
+    id: int
+    reason: str
+    error: str = ""  # for reason "error"
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request never entered the log. `status` is an HTTP status: 400 can never fit, 429 queue full, 503 draining."""
+
+    id: int
+    status: int
+    message: str
+    param: str | None = None
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Gauges and counters of the group, sent when they change and at most every 100 ms (and at once when it falls idle)."""
+
+    running: int
+    waiting: int
+    pages_used: int  # referenced by requests (cached pages that nobody holds are not counted)
+    pages_total: int
+    steps: dict[str, int]  # launched steps by phase order: "no_overlap", "overlap", "late_sample"
+    host_seconds: dict[str, float]  # by phase: "plan", "publish", "launch", "settle"
+    step_tokens: list[int]  # tokens of each step since the last Load (for the iteration_tokens histogram)
+    prefix_queries: int  # prompt tokens looked up in the prefix cache
+    prefix_hits: int
+    preemptions: int
+
+
+ToLeader = Submit | Abort
+ToFront = Tokens | Started | PromptLogprobs | Finished | Refused | Load
