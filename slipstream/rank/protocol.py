@@ -86,3 +86,48 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 ToLeader = Submit | Abort
 ToFront = Tokens | Started | PromptLogprobs | Finished | Refused | Load
+
+
+# Between the supervisor and a front end: one SEQPACKET message each, msgpack, descriptors beside it as SCM_RIGHTS.
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> front end, first. Descriptors: the listening socket, the board."""
+
+    engine: str  # EngineConfig as JSON
+    server: str  # ServerConfig as JSON
+    model_path: str  # where the model's files lie (a folder or a .gguf file)
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> front end: a group is ready. Descriptor: a stream socket to its leader."""
+
+    group: int
+    incarnation: int
+    pages: int
+    slots: int
+    max_len: int
+
+
+class Down(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> front end: a group is poisoned. Every unresolved request of it gets one terminal error (HTTP 500);
+    new requests get 503 with Retry-After until the next Attach."""
+
+    group: int
+    incarnation: int
+    reason: str
+    retry_after: float
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> front end: refuse new requests (503), let running ones end within `timeout` seconds, then exit 0."""
+
+    timeout: float
+
+
+class Listening(msgspec.Struct, frozen=True, tag=True):
+    """Front end -> supervisor: the HTTP side is up."""
+
+
+ToFrontControl = Hello | Attach | Down | Drain
+ToSupervisor = Listening

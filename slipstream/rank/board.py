@@ -1,0 +1,149 @@
+"""The board: one block of anonymous shared memory in which every rank shows where it is.
+
+The supervisor creates it (a memfd: no name in /dev/shm, nothing to leave behind) and hands the descriptor to ranks and front
+ends. Each rank writes its own block and nobody else's; readers tolerate a torn record. It outlives a `kill -9` of its writers,
+which makes it the flight recorder: the supervisor and `/debug/timeline` read the rings.
+"""
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+STATES = ("absent", "starting", "ready", "failed")
+PHASES = ("idle", "plan", "publish", "launch", "settle", "device", "wait", "collective", "apply")
+PHASE_ID = {name: i for i, name in enumerate(PHASES)}
+
+RING = 8192  # spans kept per ring, a power of two
+SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("entry", "<i8"), ("phase", "<i4"), ("collective", "<i4"), ("digest", "<u8")])
+_SPAN = struct.Struct("<qqqiiQ")
+_WORD = struct.Struct("<q")
+_DIGEST = struct.Struct("<Q")
+
+# int64 words of a rank's block, by name
+WORDS = (
+    "pid", "group", "rank", "incarnation", "state", "weight_bytes",
+    "applied",  # last entry applied
+    "launched", "launched_ns",  # last entry whose step was queued, and when
+    "arrived", "arrived_ns",  # last entry whose outcome has arrived
+    "settled",  # last entry whose outcome was settled
+    "beat_ns",  # last turn of the loop
+    "phase",  # index into PHASES of what the loop is in
+    "collective",  # collectives entered so far on the device thread
+    "waits_for",  # 1 + the rank this one waits for, 0 for none
+    "digest",
+    "loop_spans", "device_spans",  # spans ever written to each ring
+)  # fmt: skip
+_OFFSET = {name: 8 * i for i, name in enumerate(WORDS)}
+_HEAD = 4096
+_BLOCK = _HEAD + 2 * RING * SPAN.itemsize
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's block, read at one moment."""
+
+    group: int
+    rank: int
+    incarnation: int
+    pid: int
+    state: str
+    weight_bytes: int
+    applied: int
+    launched: int
+    launched_ns: int
+    arrived: int
+    arrived_ns: int
+    settled: int
+    beat_ns: int
+    phase: str
+    collective: int
+    waits_for: int | None
+    digest: int
+
+
+class Board:
+    """Shared by all processes of a server. Times are `time.monotonic_ns()`."""
+
+    def __init__(self, fd: int):
+        self.fd = fd
+        self._map = mmap.mmap(fd, 0)
+        self.blocks = len(self._map) // _BLOCK
+
+    @classmethod
+    def create(cls, blocks: int) -> "Board":
+        fd = os.memfd_create("slipstream-board", os.MFD_CLOEXEC)
+        os.ftruncate(fd, blocks * _BLOCK)
+        return cls(fd)
+
+    def writer(self, block: int) -> "BoardWriter":
+        return BoardWriter(self._map, block * _BLOCK)
+
+    def clear(self, block: int) -> None:
+        """Forgets a dead rank's words; its spans stay for the flight record until they are overwritten."""
+        keep = (self._word(block, "loop_spans"), self._word(block, "device_spans"))
+        self._map[block * _BLOCK : block * _BLOCK + 8 * len(WORDS)] = bytes(8 * len(WORDS))
+        for name, value in zip(("loop_spans", "device_spans"), keep, strict=True):
+            _WORD.pack_into(self._map, block * _BLOCK + _OFFSET[name], value)
+
+    def _word(self, block: int, name: str) -> int:
+        return _WORD.unpack_from(self._map, block * _BLOCK + _OFFSET[name])[0]
+
+    def state(self, block: int) -> RankState:
+        w = {name: self._word(block, name) for name in WORDS}
+        return RankState(
+            w["group"], w["rank"], w["incarnation"], w["pid"], STATES[w["state"] % len(STATES)], w["weight_bytes"], w["applied"],
+            w["launched"], w["launched_ns"], w["arrived"], w["arrived_ns"], w["settled"], w["beat_ns"],
+            PHASES[w["phase"] % len(PHASES)], w["collective"], w["waits_for"] - 1 if w["waits_for"] else None,
+            w["digest"] & (2**64 - 1),
+        )  # fmt: skip
+
+    def ranks(self) -> list[RankState]:
+        """Every rank that has ever shown itself and was not cleared since."""
+        return [s for s in map(self.state, range(self.blocks)) if s.pid]
+
+    def spans(self, block: int, seconds: float) -> np.ndarray:
+        """Spans of the last `seconds`, a SPAN array ordered by start time, both rings together."""
+        base = block * _BLOCK + _HEAD
+        since = time.monotonic_ns() - int(seconds * 1e9)
+        parts = []
+        for i, counter in enumerate(("loop_spans", "device_spans")):
+            written = min(self._word(block, counter), RING)
+            ring = np.frombuffer(self._map, SPAN, RING, base + i * RING * SPAN.itemsize)[:written].copy()
+            parts.append(ring[(ring["end"] >= since) & (ring["end"] >= ring["start"])])
+        spans = np.concatenate(parts)
+        return spans[np.argsort(spans["start"], kind="stable")]
+
+
+class BoardWriter:
+    """One rank's pen. `span` is called by the loop's thread, `device_span` by the device's thread only."""
+
+    def __init__(self, memory: mmap.mmap, base: int):
+        self._map = memory
+        self._base = base
+        self._loop = self._read("loop_spans")
+        self._device = self._read("device_spans")
+
+    def _read(self, name: str) -> int:
+        return _WORD.unpack_from(self._map, self._base + _OFFSET[name])[0]
+
+    def set(self, name: str, value: int) -> None:
+        _WORD.pack_into(self._map, self._base + _OFFSET[name], value)
+
+    def set_digest(self, value: int) -> None:
+        _DIGEST.pack_into(self._map, self._base + _OFFSET["digest"], value)
+
+    def span(self, phase: int, start: int, end: int, entry: int, digest: int = 0) -> None:
+        at = self._base + _HEAD + (self._loop & (RING - 1)) * SPAN.itemsize
+        _SPAN.pack_into(self._map, at, start, end, entry, phase, 0, digest)
+        self._loop += 1
+        _WORD.pack_into(self._map, self._base + _OFFSET["loop_spans"], self._loop)
+
+    def device_span(self, start: int, end: int, entry: int, collective: int = 0) -> None:
+        at = self._base + _HEAD + (RING + (self._device & (RING - 1))) * SPAN.itemsize
+        _SPAN.pack_into(self._map, at, start, end, entry, PHASE_ID["device"], collective, 0)
+        self._device += 1
+        _WORD.pack_into(self._map, self._base + _OFFSET["device_spans"], self._device)
