@@ -7,7 +7,9 @@ child processes as JSON.
 
 import argparse
 import dataclasses
+import difflib
 import json
+import math
 import os
 import pathlib
 import typing
@@ -16,9 +18,21 @@ from dataclasses import dataclass, field
 from slipstream.errors import ConfigError
 
 
-def option(default, help: str, *, flags: tuple[str, ...] = (), choices=None, secret: bool = False, metavar: str | None = None):
-    """A configuration field: its default and what `--help` says of it."""
+def option(
+    default: typing.Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+    metavar: str | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> typing.Any:
+    """A configuration field: its default, what `--help` says of it, and its range: value >= least, > above, <= most."""
     meta = {"help": help, "flags": flags, "choices": choices, "secret": secret, "metavar": metavar}
+    meta |= {"least": least, "above": above, "most": most}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -33,17 +47,29 @@ class EngineConfig:
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
     dtype: str = option("auto", "weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     device: str = option("auto", "what runs the model", choices=("auto", "cpu", "cuda", "sim"))
-    load_format: str = option("auto", "dummy: random weights from config.json alone", choices=("auto", "safetensors", "gguf", "dummy"))
-    max_model_len: int | None = option(None, "longest prompt plus answer, in tokens (default: the model's own, bounded by memory)")
-    max_num_seqs: int = option(128, "requests that run at the same time")
-    max_num_batched_tokens: int = option(2048, "tokens of one step at most")
-    block_size: int = option(16, "tokens per page of the KV cache")
-    kv_cache_memory_bytes: int | None = option(None, "bytes of the KV cache per rank (default: sized from what is free)")
-    seed: int = option(0, "seed of dummy weights; request seeds are the request's own")
+    load_format: str = option(
+        "auto", "dummy: random weights from config.json alone", choices=("auto", "safetensors", "gguf", "dummy")
+    )
+    max_model_len: int | None = option(
+        None, "longest prompt plus answer, in tokens (default: the model's own, bounded by memory)", least=2
+    )
+    max_num_seqs: int = option(128, "requests that run at the same time", least=1)
+    max_num_batched_tokens: int = option(2048, "tokens of one step at most", least=1)
+    block_size: int = option(16, "tokens per page of the KV cache", least=1)
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes of the KV cache per rank (default: sized from what is free)", least=1
+    )
+    seed: int = option(0, "seed of dummy weights; request seeds are the request's own", least=0)
     scheduling: str = option("async", "async plans the next step while one runs; serial waits", choices=("async", "serial"))
-    max_queue: int = option(4096, "requests that may wait; more get HTTP 429")
-    sim_step_us: float = option(3000.0, "--device sim: microseconds a step takes")
-    sim_token_us: float = option(17.0, "--device sim: microseconds more for each token of a step")
+    enable_prefix_caching: bool = option(True, "reuse the KV pages of prompts and answers that begin alike")
+    tensor_parallel_size: int = option(1, "ranks that share each layer", flags=("-tp",), least=1)
+    step_timeout: float = option(30.0, "seconds without progress after which a rank counts as hung", above=0)
+    target_itl_ms: float | None = option(
+        None, "longest wait between two tokens of a stream to aim for, in ms (default: 16 on CUDA, 100 on CPU)", above=0
+    )
+    max_queue: int = option(4096, "requests that may wait; more get HTTP 429", least=1)
+    sim_step_us: float = option(3000.0, "--device sim: microseconds a step takes", least=0)
+    sim_token_us: float = option(17.0, "--device sim: microseconds more for each token of a step", least=0)
 
 
 @dataclass
@@ -51,11 +77,11 @@ class ServerConfig:
     """What decides how the model is offered."""
 
     host: str = option("127.0.0.1", "address to bind")
-    port: int = option(8000, "port to bind")
+    port: int = option(8000, "port to bind; 0 takes a free one", least=0, most=65535)
     uds: str | None = option(None, "bind this Unix socket instead of host and port")
     served_model_name: str | None = option(None, "the name clients use (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health", secret=True)
-    drain_timeout: float = option(30.0, "seconds that SIGTERM leaves running requests")
+    drain_timeout: float = option(30.0, "seconds that SIGTERM leaves running requests", least=0)
     enable_debug: bool = option(False, "serve /debug/ranks and /debug/timeline")
     log_level: str = option("info", "verbosity", choices=("debug", "info", "warning", "error"))
 
@@ -81,11 +107,12 @@ def _parse(kind: typing.Any, text: typing.Any, origin: str) -> typing.Any:
             if word in ("0", "false", "no", "off"):
                 return False
             raise ValueError
-        if isinstance(text, bool):
+        if isinstance(text, bool) or (kind is int and isinstance(text, float)) or isinstance(text, (dict, list)):
             raise ValueError
         return kind(text)
     except (TypeError, ValueError):
-        raise ConfigError(f"{origin}: {text!r} is not a valid {getattr(kind, '__name__', kind)}") from None
+        word = {int: "whole number", float: "number", bool: "truth value (true, false)", str: "text"}.get(kind, str(kind))
+        raise ConfigError(f"{origin}: {text!r} is not a {word}") from None
 
 
 def add_flags(parser: argparse.ArgumentParser, *schemas: type) -> None:
@@ -99,11 +126,21 @@ def add_flags(parser: argparse.ArgumentParser, *schemas: type) -> None:
                 continue
             names = (*meta["flags"], flag_name(f.name))
             default = f.default if f.default is not dataclasses.MISSING else None
-            help = meta["help"] + ("" if default in (None, False) else f" (default {default})")
+            help = meta["help"] + ("" if default is None or isinstance(default, bool) else f" (default: {default})")
+            help = help.replace("%", "%%")
             if hints[f.name] is bool:
                 parser.add_argument(*names, dest=f.name, action=argparse.BooleanOptionalAction, default=None, help=help)
             else:
-                parser.add_argument(*names, dest=f.name, default=None, choices=meta["choices"], metavar=meta["metavar"], help=help)
+                # choices and types are checked by `resolve`, in one place for flags, environment and file
+                metavar = meta["metavar"] or (
+                    "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else _metavar(hints[f.name])
+                )
+                parser.add_argument(*names, dest=f.name, default=None, metavar=metavar, help=help)
+
+
+def _metavar(kind: typing.Any) -> str:
+    args = [a for a in typing.get_args(kind) if a is not type(None)]
+    return {int: "N", float: "X"}.get(args[0] if args else kind, "TEXT")
 
 
 def _read_file(path: str) -> dict:
@@ -120,6 +157,32 @@ def _read_file(path: str) -> dict:
     return {str(k).replace("-", "_"): v for k, v in data.items()}
 
 
+def _check(meta: typing.Mapping[str, typing.Any], value: typing.Any, origin: str) -> None:
+    """Raises ConfigError where a value is not among the choices or out of range."""
+    choices, least, above, most = meta["choices"], meta["least"], meta["above"], meta["most"]
+    if value is None:
+        return
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{origin}: {value!r} is not one of {', '.join(choices)}{hint}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{origin}: {value} is not a finite number")
+    if least is not None and value < least:
+        raise ConfigError(f"{origin}: {value} is too small; it must be at least {least}")
+    if above is not None and value <= above:
+        raise ConfigError(f"{origin}: {value} is too small; it must be more than {above}")
+    if most is not None and value > most:
+        raise ConfigError(f"{origin}: {value} is too large; it must be at most {most}")
+
+
+def check(value: typing.Any) -> typing.Any:
+    """The same checks for a value made in Python (`LLM(model, max_num_seqs=0)`). Returns it, or raises ConfigError."""
+    for f in dataclasses.fields(value):
+        _check(f.metadata, getattr(value, f.name), f.name)
+    return value
+
+
 def resolve(flags: dict, *schemas: type, environ: typing.Mapping[str, str] = os.environ) -> list:
     """One value of each schema from flags (None: not given), environment, file and defaults.
 
@@ -129,7 +192,9 @@ def resolve(flags: dict, *schemas: type, environ: typing.Mapping[str, str] = os.
     known = {f.name for s in schemas for f in dataclasses.fields(s)}
     unknown = sorted(set(file) - known)
     if unknown:
-        raise ConfigError(f"--config: unknown key {unknown[0]!r}; known keys: {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        raise ConfigError(f"--config: unknown key {unknown[0]!r}; {hint}")
     out = []
     for schema in schemas:
         hints = typing.get_type_hints(schema)
@@ -145,9 +210,7 @@ def resolve(flags: dict, *schemas: type, environ: typing.Mapping[str, str] = os.
             else:
                 continue
             value = _parse(hints[f.name], raw, origin)
-            choices = f.metadata["choices"]
-            if choices and value not in choices:
-                raise ConfigError(f"{origin}: {value!r} is not one of {', '.join(map(str, choices))}")
+            _check(f.metadata, value, origin)
             values[f.name] = value
         out.append(schema(**values))
     return out
