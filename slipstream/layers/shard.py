@@ -1,0 +1,102 @@
+"""How a model's dimensions are split over the ranks of a tensor-parallel group.
+
+Pure arithmetic on plain integers: every rank computes every rank's part, so all of them agree without a word. Ranges are
+half open, contiguous and in rank order; what does not divide evenly gives the first ranks one more.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One rank's attention heads: query heads [q_start, q_stop) and the key heads [kv_start, kv_stop) that they read.
+
+    Local query head i reads local key head i // (queries // keys): within a rank each key head has equally many query heads.
+    With more ranks than query heads a rank may hold none of either.
+    """
+
+    q_start: int
+    q_stop: int
+    kv_start: int
+    kv_stop: int
+
+    @property
+    def queries(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def keys(self) -> int:
+        return self.kv_stop - self.kv_start
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def even(self, total: int) -> tuple[int, int]:
+        """This rank's [start, stop) of `total` things split as evenly as they go, the first ranks getting one more."""
+        return split_evenly(total, self.size)[self.rank]
+
+    def heads(self, queries: int, keys: int) -> Heads:
+        """This rank's heads. `queries` must be a multiple of `keys` (as in every grouped-query model)."""
+        return split_heads(queries, keys, self.size)[self.rank]
+
+    def balanced(self, total: int, other: list[int], unit: int, granule: int = 16) -> tuple[int, int]:
+        """This rank's [start, stop) of `total` columns that weigh `unit` each, so that with `other[rank]` all ranks weigh alike.
+
+        Boundaries are multiples of `granule` where `total` is one. Equal `other` on all ranks gives the even split.
+        """
+        return split_balanced(total, other, unit, granule)[self.rank]
+
+
+def split_evenly(total: int, size: int) -> list[tuple[int, int]]:
+    base, more = divmod(total, size)
+    starts = [r * base + min(r, more) for r in range(size + 1)]
+    return list(zip(starts[:-1], starts[1:], strict=True))
+
+
+def split_heads(queries: int, keys: int, size: int) -> list[Heads]:
+    """Heads of every rank.
+
+    At most as many ranks as key heads: whole groups, the first ranks one more (9 query and 3 key heads on 2 ranks: 6/2, 3/1).
+    More ranks: each key head is held by several ranks, which split its query heads (on 4 ranks: 2/1, 1/1, 3/1, 3/1).
+    """
+    group = queries // keys
+    if size <= keys:
+        return [Heads(a * group, b * group, a, b) for a, b in split_evenly(keys, size)]
+    out = []
+    for key, (first, last) in enumerate(split_evenly(size, keys)):
+        for a, b in split_evenly(group, last - first):
+            held = 1 if b > a else 0
+            out.append(Heads(key * group + a, key * group + b, key, key + held))
+    return out
+
+
+def split_balanced(total: int, other: list[int], unit: int, granule: int = 16) -> list[tuple[int, int]]:
+    size = len(other)
+    if len(set(other)) == 1:
+        if total % (granule * size) == 0 or total % granule:
+            return split_evenly(total, size)
+        return [(a * granule, b * granule) for a, b in split_evenly(total // granule, size)]
+    if total % granule:
+        granule = 1
+    share = _water_level([o / unit for o in other], total)
+    bounds, sum = [0], 0.0
+    for s in share:
+        sum += s
+        bounds.append(round(sum / granule) * granule)
+    bounds[-1] = total
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def _water_level(filled: list[float], total: float) -> list[float]:
+    """Pours `total` over vessels filled so far that those which get any stand equally high; what each one gets."""
+    active = sorted(range(len(filled)), key=lambda r: (filled[r], r))
+    while True:
+        level = (total + sum(filled[r] for r in active)) / len(active)
+        if filled[active[-1]] <= level:
+            return [max(0.0, level - f) if r in active else 0.0 for r, f in enumerate(filled)]
+        active.pop()

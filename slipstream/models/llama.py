@@ -1,0 +1,182 @@
+"""Llama and what shares its shape: SmolLM2, Mistral without a sliding window, TinyLlama; the base of other dense decoders.
+
+A model is a list of layers with prepared weights and one `forward` over an `Ops` namespace; it holds no per-request state.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.layers.rotary import rotary_table
+from slipstream.layers.shard import Heads, Shard, split_heads
+from slipstream.ops.interface import Attention, Ops, Step
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """The numbers of a dense decoder, from a Hugging Face config.json."""
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    queries: int
+    keys: int
+    head_dim: int
+    eps: float
+    max_len: int
+    tied: bool
+    attention_bias: bool  # on q, k, v (and o where `output_bias`)
+    output_bias: bool
+    mlp_bias: bool
+
+    @classmethod
+    def read(cls, config: dict) -> "DenseConfig":
+        """Raises ModelError where the config asks for something that would otherwise be ignored."""
+        if config.get("hidden_act", "silu") not in ("silu", "swish"):
+            raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
+        refuse_sliding_window(config)
+        queries = config["num_attention_heads"]
+        keys = config.get("num_key_value_heads") or queries
+        if queries % keys:
+            raise ModelError(f"num_attention_heads {queries} is not a multiple of num_key_value_heads {keys}")
+        return cls(
+            vocab=config["vocab_size"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            queries=queries,
+            keys=keys,
+            head_dim=config.get("head_dim") or config["hidden_size"] // queries,
+            eps=config.get("rms_norm_eps", 1e-6),
+            max_len=config["max_position_embeddings"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            output_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+        )
+
+    def mlp_columns(self, shard: Shard) -> tuple[int, int]:
+        """This rank's MLP columns: ranks with fewer heads take more of them, so that all read about as many bytes a step."""
+        other = [(2 * h.queries + 2 * h.keys) * self.head_dim for h in split_heads(self.queries, self.keys, shard.size)]
+        return shard.balanced(self.intermediate, other, unit=3)
+
+
+def refuse_sliding_window(config: dict) -> None:
+    """A window that would bind is refused: attending to everything instead would change the model in silence."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False or window >= config["max_position_embeddings"]:
+        return
+    raise ModelError(
+        f"sliding_window {window} is not supported; set max_position_embeddings to at most {window} in config.json"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One decoder layer's prepared weights (this rank's part)."""
+
+    norm: Tensor  # before attention
+    qkv: Any
+    attention: Attention
+    out: Any
+    mlp_norm: Tensor
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The KV cache that a rank needs: per layer and for keys and values each, [pages + 1, block, heads, head_dim]."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+
+class Llama:
+    """A dense decoder on one rank.
+
+    `vocab_part` is this rank's [start, stop) of the logits; `vocab` their full count.
+    """
+
+    def __init__(self, config: dict, checkpoint: Any, ops: Ops, max_len: int | None = None):
+        """Reads this rank's part of the weights. `max_len` bounds the rotary table (default: the config's own length)."""
+        self.config = c = self.read_config(config)
+        self.ops = ops
+        self.checkpoint = checkpoint
+        heads = ops.shard.heads(c.queries, c.keys)
+        self.vocab = c.vocab
+        self.vocab_part = ops.shard.even(c.vocab)
+        self.max_len = min(max_len or c.max_len, c.max_len)
+        self.cache = CacheShape(c.layers, heads.keys, c.head_dim)
+        rotary = ops.tensor(rotary_table(config, c.head_dim, self.max_len))
+        self.layers = [self._layer(i, heads, rotary) for i in range(c.layers)]
+        self.norm = self._vector("model.norm.weight")
+        self.embedding = ops.tensor(self._read("model.embed_tokens.weight", rows=self.vocab_part))
+        head = self.embedding if c.tied else self._read("lm_head.weight", rows=self.vocab_part)
+        self.head = ops.weight(head)
+        del self.checkpoint
+
+    def read_config(self, config: dict) -> DenseConfig:
+        return DenseConfig.read(config)
+
+    def qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+        """Weights of the norms on each query and key head, for families that have them."""
+        return None, None
+
+    def forward(self, step: Step) -> Tensor:
+        """[T, hidden] after the last norm; writes the step's keys and values into the cache."""
+        ops, eps = self.ops, self.config.eps
+        residual = ops.embed(self.embedding, self.vocab_part[0], step)
+        x = ops.norm(residual, self.layers[0].norm, eps)
+        for i, layer in enumerate(self.layers):
+            x = ops.attention(ops.linear(x, layer.qkv), layer.attention, step)
+            residual, x = ops.add_norm(x, layer.out, residual, layer.mlp_norm, eps)
+            x = ops.swiglu(x, layer.gate_up)
+            after = self.layers[i + 1].norm if i + 1 < len(self.layers) else self.norm
+            residual, x = ops.add_norm(x, layer.down, residual, after, eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] to float32 [n, this rank's part of the vocabulary]."""
+        return self.ops.logits(hidden, self.head)
+
+    def _read(self, name: str, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> Tensor:
+        return self.checkpoint.tensor(name, rows=rows, cols=cols, dtype=self.ops.dtype)
+
+    def _vector(self, name: str) -> Tensor:
+        return self.ops.tensor(self._read(name))
+
+    def _layer(self, i: int, heads: Heads, rotary: Tensor) -> Layer:
+        c, ops, prefix = self.config, self.ops, f"model.layers.{i}."
+        d = c.head_dim
+        q, kv = (heads.q_start * d, heads.q_stop * d), (heads.kv_start * d, heads.kv_stop * d)
+        parts = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        qkv = torch.cat([self._read(f"{prefix}self_attn.{name}.weight", rows=part) for name, part in parts])
+        bias = None
+        if c.attention_bias:
+            bias = torch.cat([self._read(f"{prefix}self_attn.{name}.bias", rows=part) for name, part in parts])
+        mlp = c.mlp_columns(ops.shard)
+        gate, up = (self._read(f"{prefix}mlp.{name}.weight", rows=mlp) for name in ("gate_proj", "up_proj"))
+        gated_bias = None
+        if c.mlp_bias:
+            gated_bias = self._read(f"{prefix}mlp.gate_proj.bias", rows=mlp), self._read(f"{prefix}mlp.up_proj.bias", rows=mlp)
+        q_norm, k_norm = self.qk_norms(prefix + "self_attn.")
+        return Layer(
+            norm=self._vector(prefix + "input_layernorm.weight"),
+            qkv=ops.weight(qkv, bias),
+            attention=Attention(i, heads, d, d**-0.5, rotary, q_norm, k_norm, c.eps),
+            out=self._row_parallel(prefix + "self_attn.o_proj", q, c.output_bias),
+            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
+            gate_up=ops.gated_weight(gate, up, gated_bias),
+            down=self._row_parallel(prefix + "mlp.down_proj", mlp, c.mlp_bias),
+        )
+
+    def _row_parallel(self, name: str, cols: tuple[int, int], bias: bool) -> Any:
+        """A layer whose input is split: every rank holds all outputs, so only rank 0 carries the bias."""
+        b = self._read(name + ".bias") if bias and self.ops.shard.rank == 0 else None
+        return self.ops.weight(self._read(name + ".weight", cols=cols), b)

@@ -1,0 +1,29 @@
+"""Which class builds which architecture of a Hugging Face config."""
+
+from typing import Any
+
+from slipstream.errors import ModelError
+from slipstream.models.llama import Llama
+from slipstream.models.qwen3 import Qwen3
+from slipstream.ops.interface import Ops
+
+ARCHITECTURES: dict[str, type[Llama]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
+    "Qwen3ForCausalLM": Qwen3,
+}
+
+
+def architecture(config: dict) -> type[Llama]:
+    """The class for config["architectures"]; raises ModelError with the known names where there is none."""
+    names = config.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    what = f"architecture {', '.join(names)} is" if names else "config.json names no architecture; it is"
+    raise ModelError(f"{what} not supported; known: {', '.join(sorted(ARCHITECTURES))}")
+
+
+def build(checkpoint: Any, ops: Ops, max_len: int | None = None) -> Llama:
+    """Builds this rank's part of the checkpoint's model."""
+    return architecture(checkpoint.config)(checkpoint.config, checkpoint, ops, max_len)
