@@ -162,6 +162,8 @@ def _check(meta: typing.Mapping[str, typing.Any], value: typing.Any, origin: str
     choices, least, above, most = meta["choices"], meta["least"], meta["above"], meta["most"]
     if value is None:
         return
+    if meta["secret"] and value == "":
+        raise ConfigError(f"{origin}: is empty; give a key or leave it out")
     if choices and value not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,33 @@
+"""The sampling flags that `chat` and `generate` share. Values are checked by the engine, as for HTTP requests."""
+
+import argparse
+import typing
+
+FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "tokens of an answer at most"),
+    ("temperature", float, "0 takes the likeliest token each time"),
+    ("top_p", float, "draw from the likeliest tokens that together have this share"),
+    ("top_k", int, "draw from the k likeliest tokens"),
+    ("min_p", float, "draw from tokens at least this share as likely as the likeliest"),
+    ("presence_penalty", float, "lowers tokens that have been used"),
+    ("frequency_penalty", float, "lowers tokens by how often they have been used"),
+    ("repetition_penalty", float, "divides the logits of tokens that have been used"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    for name, kind, help in FLAGS:
+        group.add_argument(
+            "--" + name.replace("_", "-"), dest="sample_" + name, type=kind, metavar="N" if kind is int else "X", help=help
+        )
+    group.add_argument("--sample-seed", dest="sample_seed", type=int, metavar="N", help="seed of the draws")
+    group.add_argument("--stop", dest="sample_stop", action="append", metavar="TEXT", help="end an answer here (repeatable)")
+    group.add_argument(
+        "--ignore-eos", dest="sample_ignore_eos", action="store_const", const=True, help="go on after an end token"
+    )
+
+
+def read(args: argparse.Namespace) -> dict[str, typing.Any]:
+    """The parameters that were given, under their API names."""
+    return {k.removeprefix("sample_"): v for k, v in vars(args).items() if k.startswith("sample_") and v is not None}

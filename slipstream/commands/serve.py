@@ -1,0 +1,48 @@
+"""`slipstream serve`: settles the configuration, fetches the model, and becomes the supervisor.
+
+This process imports neither PyTorch nor the HTTP stack.
+"""
+
+import argparse
+import ipaddress
+import os
+import sys
+
+from slipstream import config
+from slipstream.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help=config.EngineConfig.__dataclass_fields__["model"].metadata["help"])
+    config.add_flags(parser, config.EngineConfig, config.ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    engine, server = config.resolve(vars(args), config.EngineConfig, config.ServerConfig)
+    _check(engine, server)
+    # From here on the key is in `server` alone; ranks and front ends are not to inherit it.
+    os.environ.pop("SLIPSTREAM_API_KEY", None)
+    if server.api_key is None and server.uds is None and not _is_loopback(server.host):
+        print(f"slipstream: warning: {server.host} can be reached by others and no --api-key is set", file=sys.stderr)
+    from slipstream.rank import supervisor
+    from slipstream.weights.pull import resolve_model
+
+    path = resolve_model(engine.model)
+    return supervisor.serve(engine, server, str(path))
+
+
+def _check(engine: config.EngineConfig, server: config.ServerConfig) -> None:
+    """What concerns two fields at once."""
+    if server.uds is not None and len(os.fsencode(server.uds)) > 107:
+        raise ConfigError(f"--uds: the path has {len(os.fsencode(server.uds))} bytes; a Unix socket's may have 107")
+    if engine.chat_template and "{" not in engine.chat_template and not os.path.exists(engine.chat_template):
+        raise ConfigError(f"--chat-template: {engine.chat_template} is neither a file nor a template")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
