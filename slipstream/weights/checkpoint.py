@@ -1,0 +1,84 @@
+"""Where weights come from: one interface over safetensors folders, GGUF files and random weights.
+
+Names, shapes and config are Hugging Face's whatever the file's own are. A tensor-parallel rank asks for its rows or columns,
+and only those are read. Reads files that were named; downloads nothing (`pull.py` does).
+"""
+
+import pathlib
+from typing import Protocol
+
+import torch
+
+from slipstream.errors import ModelError
+from slipstream.weights.dummy import DummyCheckpoint
+from slipstream.weights.gguf_checkpoint import GGUFCheckpoint
+from slipstream.weights.gguf_config import hf_config
+from slipstream.weights.gguf_file import GGUFFile
+from slipstream.weights.parts import normalize_config, read_config
+from slipstream.weights.safetensors_folder import SafetensorsCheckpoint
+
+
+class Checkpoint(Protocol):
+    """Weights and the config that belongs to them.
+
+    `config` is config.json's content, with `rope_theta` and a flat `rope_parameters` always filled in where either is given.
+    """
+
+    config: dict
+
+    @property
+    def architecture(self) -> str:
+        """The first of `config["architectures"]`, or "" where the config names none."""
+        ...
+
+    def names(self) -> list[str]:
+        """Every tensor that is stored; empty for random weights, which have whatever is asked for."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's shape. Raises ModelError if it is not stored (random weights store none)."""
+        ...
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...] | None = None,
+        *,
+        rows: slice | None = None,
+        cols: slice | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """A contiguous copy of the part [rows, cols] of the tensor; `cols` cut its second dimension. Steps are 1.
+
+        `shape` is the whole tensor's shape as the caller expects it: checked against the file, and needed for random weights.
+        `dtype` None keeps what is stored (float32 for GGUF and random weights). Raises ModelError for a tensor that is missing
+        or of another shape.
+        """
+        ...
+
+
+def load_config(path: str | pathlib.Path) -> dict:
+    """The config alone, of a folder, a config.json or a GGUF file."""
+    path = pathlib.Path(path)
+    return normalize_config(hf_config(GGUFFile(path))) if path.suffix == ".gguf" else read_config(path)
+
+
+def open_checkpoint(path: str | pathlib.Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
+    """Opens what `pull.resolve_model` found: a folder, a .gguf file, or (for `dummy`) a config.json.
+
+    load_format: `auto` goes by what the path is; `dummy` reads the config only. Raises ModelError where the two do not fit.
+    """
+    path = pathlib.Path(path)
+    if load_format == "dummy":
+        return DummyCheckpoint(load_config(path), seed)
+    is_gguf = path.suffix == ".gguf"
+    if load_format not in ("auto", "gguf" if is_gguf else "safetensors"):
+        raise ModelError(f"--load-format {load_format} does not fit {path}")
+    if is_gguf:
+        return GGUFCheckpoint(path)
+    if not path.is_dir():
+        raise ModelError(f"{path} is not a folder with config.json and safetensors")
+    return SafetensorsCheckpoint(path)

@@ -1,0 +1,64 @@
+"""What every kind of checkpoint shares: the bounds of a part, checks of a shape, both spellings of a config."""
+
+import json
+import pathlib
+
+from slipstream.errors import ModelError
+
+
+def _bounds(part: slice | None, size: int, name: str) -> range:
+    whole = range(*(part or slice(None)).indices(size))
+    if whole.step != 1 or len(whole) == 0 and size:
+        raise ValueError(f"{name}: the part {part} of a dimension of {size} is empty or strided")
+    return whole
+
+
+def cut(shape: tuple[int, ...], rows: slice | None, cols: slice | None, name: str) -> tuple[range, range]:
+    """The asked part of the first two dimensions; a missing second one counts as 1. Raises ValueError if it is empty."""
+    if cols is not None and len(shape) < 2:
+        raise ValueError(f"{name} has one dimension and no columns")
+    return _bounds(rows, shape[0] if shape else 1, name), _bounds(cols, shape[1] if len(shape) > 1 else 1, name)
+
+
+def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
+    """Raises ModelError where the file and the config disagree."""
+    if expected is not None and tuple(expected) != stored:
+        raise ModelError(f"tensor {name} is of shape {list(stored)}, and the config asks for {list(expected)}")
+
+
+def normalize_config(config: dict) -> dict:
+    """Gives a config both spellings of the rotary parameters: `rope_theta` with `rope_scaling` (older) and `rope_parameters`.
+
+    A `rope_parameters` per layer type, and nested configs (`text_config`), are left as they are.
+    """
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and "rope_theta" in parameters:
+        config.setdefault("rope_theta", parameters["rope_theta"])
+    elif parameters is None and "rope_theta" in config:
+        scaling = dict(config.get("rope_scaling") or {})
+        kind = scaling.pop("type", None)
+        scaling.setdefault("rope_type", kind or "default")
+        config["rope_parameters"] = {"rope_theta": config["rope_theta"], **scaling}
+    return config
+
+
+def read_json(path: pathlib.Path) -> dict:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as e:
+        raise ModelError(f"{path}: {e.strerror or e}") from None
+    except ValueError as e:
+        raise ModelError(f"{path} is not JSON: {e}") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: expected an object")
+    return data
+
+
+def read_config(path: pathlib.Path) -> dict:
+    """config.json of a folder, or that file itself, normalized. Raises ModelError."""
+    return normalize_config(read_json(path if path.suffix == ".json" else path / "config.json"))
+
+
+def first_architecture(config: dict) -> str:
+    """The first of `architectures`, or "" where the config names none."""
+    return (config.get("architectures") or [""])[0]
