@@ -38,7 +38,7 @@ class Checkpoint(Protocol):
     def has(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape. Raises ModelError if it is not stored (random weights store none)."""
+        """The whole tensor's shape. Raises ModelError where there is no such tensor."""
         ...
 
     def tensor(
@@ -46,14 +46,15 @@ class Checkpoint(Protocol):
         name: str,
         shape: tuple[int, ...] | None = None,
         *,
-        rows: slice | None = None,
-        cols: slice | None = None,
+        rows: tuple[int, int] | None = None,
+        cols: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """A contiguous copy of the part [rows, cols] of the tensor; `cols` cut its second dimension. Steps are 1.
+        """A contiguous copy of a part of the tensor: `rows` [start, stop) of its first dimension, `cols` of its second.
 
-        `shape` is the whole tensor's shape as the caller expects it: checked against the file, and needed for random weights.
+        `shape` is the whole tensor's shape as the caller expects it: checked against the file; random weights
+        need it for names that are not a dense decoder's.
         `dtype` None keeps what is stored (float32 for GGUF and random weights). Raises ModelError for a tensor that is missing
         or of another shape.
         """

@@ -1,7 +1,8 @@
 """Stored blocks of a GGUF tensor to float32. Pure functions over bytes.
 
 Q4_0, Q4_1 and Q8_0 are written here over whole arrays, since the `gguf` package's own take several times as long; every other
-type goes through that package. Formats: ggml's `ggml-common.h` (blocks of 32 values with a float16 scale).
+type goes through that package. NumPy, not PyTorch: its one thread never waits for others where ranks share the cores.
+Formats: ggml's `ggml-common.h` (blocks of 32 values with a float16 scale).
 """
 
 import numpy as np
@@ -14,27 +15,38 @@ BLOCK = 32
 F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, 16] -> uint8 [N, 32]: low halves first, then high halves, as ggml orders a block."""
-    return torch.cat((packed & 15, packed >> 4), dim=1)
+def _head(blocks: np.ndarray, size: int) -> np.ndarray:
+    """The float16 numbers in front of each block, as float32 [N, size / 2]."""
+    return np.ascontiguousarray(blocks[:, :size]).view(np.float16).astype(np.float32)
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+def _scaled_nibbles(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """uint8 [N, 16] times scale [N, 1] -> float32 [N, 32]: low halves first, then high halves, as ggml orders a block."""
+    out = np.empty((len(packed), BLOCK), np.float32)
+    np.multiply(packed & 15, scale, out=out[:, :16])
+    np.multiply(packed >> 4, scale, out=out[:, 16:])
+    return out
+
+
+def _q4_1(blocks: np.ndarray) -> np.ndarray:
     """[scale f16, minimum f16, 16 bytes]"""
-    head = blocks[:, :4].contiguous().view(torch.float16).float()
-    return torch.addcmul(head[:, 1:2], _nibbles(blocks[:, 4:]).float(), head[:, :1])
+    head = _head(blocks, 4)
+    out = _scaled_nibbles(blocks[:, 4:], head[:, :1])
+    out += head[:, 1:]
+    return out
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
     """[scale f16, 16 bytes], values minus 8"""
-    scale = blocks[:, :2].contiguous().view(torch.float16).float()
-    return (_nibbles(blocks[:, 2:]).float() - 8) * scale
+    scale = _head(blocks, 2)
+    out = _scaled_nibbles(blocks[:, 2:], scale)
+    out -= scale * 8
+    return out
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
     """[scale f16, 32 int8]"""
-    scale = blocks[:, :2].contiguous().view(torch.float16).float()
-    return blocks[:, 2:].view(torch.int8).float() * scale
+    return blocks[:, 2:].view(np.int8) * _head(blocks, 2)
 
 
 _FAST = {Q4_0: (_q4_0, 18), Q4_1: (_q4_1, 20), Q8_0: (_q8_0, 34)}
@@ -56,7 +68,7 @@ def dequantize(raw: np.ndarray, qtype: int) -> torch.Tensor:
         return torch.from_numpy(raw).view(_PLAIN[qtype]).float()
     if qtype in _FAST:
         convert, size = _FAST[qtype]
-        return convert(torch.from_numpy(raw).view(-1, size)).view(rows, -1)
+        return torch.from_numpy(convert(raw.reshape(-1, size)).reshape(rows, -1))
     return torch.from_numpy(_by_package(raw, qtype))
 
 

@@ -5,16 +5,18 @@ import pathlib
 
 from slipstream.errors import ModelError
 
-
-def _bounds(part: slice | None, size: int, name: str) -> range:
-    whole = range(*(part or slice(None)).indices(size))
-    if whole.step != 1 or len(whole) == 0 and size:
-        raise ValueError(f"{name}: the part {part} of a dimension of {size} is empty or strided")
-    return whole
+Part = tuple[int, int]  # [start, stop) of a dimension
 
 
-def cut(shape: tuple[int, ...], rows: slice | None, cols: slice | None, name: str) -> tuple[range, range]:
-    """The asked part of the first two dimensions; a missing second one counts as 1. Raises ValueError if it is empty."""
+def _bounds(part: Part | None, size: int, name: str) -> range:
+    start, stop = (0, size) if part is None else part
+    if not 0 <= start <= stop <= size:
+        raise ValueError(f"{name}: [{start}, {stop}) is no part of a dimension of {size}")
+    return range(start, stop)
+
+
+def cut(shape: tuple[int, ...], rows: Part | None, cols: Part | None, name: str) -> tuple[range, range]:
+    """The asked part of the first two dimensions; a missing second one counts as 1. Raises ValueError for what lies outside."""
     if cols is not None and len(shape) < 2:
         raise ValueError(f"{name} has one dimension and no columns")
     return _bounds(rows, shape[0] if shape else 1, name), _bounds(cols, shape[1] if len(shape) > 1 else 1, name)
@@ -62,3 +64,28 @@ def read_config(path: pathlib.Path) -> dict:
 def first_architecture(config: dict) -> str:
     """The first of `architectures`, or "" where the config names none."""
     return (config.get("architectures") or [""])[0]
+
+
+def dense_shape(config: dict, name: str) -> tuple[int, ...] | None:
+    """The shape of a dense decoder's tensor, from its name's last part and the config; None for any other name."""
+    if not {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"} <= config.keys():
+        return None
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
+    linear = {
+        "q_proj": (queries, hidden),
+        "k_proj": (keys, hidden),
+        "v_proj": (keys, hidden),
+        "o_proj": (hidden, queries),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+        "embed_tokens": (config["vocab_size"], hidden),
+        "lm_head": (config["vocab_size"], hidden),
+    }
+    vectors = {"q_norm": head, "k_norm": head, "norm": hidden, "input_layernorm": hidden, "post_attention_layernorm": hidden}
+    module, kind = name.split(".")[-2:] if "." in name else ("", name)
+    if module in linear:
+        return linear[module] if kind == "weight" else linear[module][:1]
+    return (vectors[module],) if module in vectors else None
