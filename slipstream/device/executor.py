@@ -4,12 +4,15 @@ A device is one in-order stream: what is queued runs in the order of the calls, 
 All calls return without waiting for the device.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from slipstream.log.request import Request, TokenLogprobs
+from slipstream.log.batch import Batch, Outcome
+from slipstream.log.request import Request
+
+__all__ = ["Batch", "Capacity", "Executor", "Outcome", "StepFailed"]
 
 
 @dataclass(frozen=True)
@@ -20,39 +23,6 @@ class Capacity:
     slots: int
     max_len: int  # tokens per request
     weight_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The rows of one step, as columns. Rows [0, decodes) have count 1 and sample; prompt chunks follow.
-
-    Row i computes tokens [starts[i], starts[i] + counts[i]) of slots[i], reading their ids from the slot's token table.
-    A row that samples writes its token at position starts[i] + counts[i] of that table, on the device.
-    `slots` is the same array object as in the batch before while the rows stay the same ones.
-    """
-
-    seq: int  # the entry that holds the step
-    slots: np.ndarray  # int32 [R]
-    starts: np.ndarray  # int32 [R]
-    counts: np.ndarray  # int32 [R]
-    samples: np.ndarray  # bool [R]
-    decodes: int
-    pages: np.ndarray  # int32 [N, 3]: (slot, column, page), written to the block tables before the forward
-
-    @property
-    def tokens(self) -> int:
-        return int(self.counts.sum())
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What one step returned; the same bytes on every rank of the group."""
-
-    seq: int
-    tokens: np.ndarray  # int32 [number of sampling rows], in row order; -1 marks a dead end (see `errors`)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into `tokens`
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # slot -> (start, rows)
-    errors: dict[int, str] = field(default_factory=dict)  # by index into `tokens`
 
 
 class StepFailed(Exception):

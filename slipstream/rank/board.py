@@ -18,7 +18,9 @@ PHASES = ("idle", "plan", "publish", "launch", "settle", "device", "wait", "coll
 PHASE_ID = {name: i for i, name in enumerate(PHASES)}
 
 RING = 8192  # spans kept per ring, a power of two
-SPAN = np.dtype([("start", "<i8"), ("end", "<i8"), ("entry", "<i8"), ("phase", "<i4"), ("collective", "<i4"), ("digest", "<u8")])
+SPAN = np.dtype(
+    [("start", "<i8"), ("end", "<i8"), ("entry", "<i8"), ("phase", "<i4"), ("collective", "<i4"), ("digest", "<u8")]
+)
 _SPAN = struct.Struct("<qqqiiQ")
 _WORD = struct.Struct("<q")
 _DIGEST = struct.Struct("<Q")
@@ -95,11 +97,24 @@ class Board:
     def state(self, block: int) -> RankState:
         w = {name: self._word(block, name) for name in WORDS}
         return RankState(
-            w["group"], w["rank"], w["incarnation"], w["pid"], STATES[w["state"] % len(STATES)], w["weight_bytes"], w["applied"],
-            w["launched"], w["launched_ns"], w["arrived"], w["arrived_ns"], w["settled"], w["beat_ns"],
-            PHASES[w["phase"] % len(PHASES)], w["collective"], w["waits_for"] - 1 if w["waits_for"] else None,
-            w["digest"] & (2**64 - 1),
-        )  # fmt: skip
+            group=w["group"],
+            rank=w["rank"],
+            incarnation=w["incarnation"],
+            pid=w["pid"],
+            state=STATES[w["state"] % len(STATES)],
+            weight_bytes=w["weight_bytes"],
+            applied=w["applied"],
+            launched=w["launched"],
+            launched_ns=w["launched_ns"],
+            arrived=w["arrived"],
+            arrived_ns=w["arrived_ns"],
+            settled=w["settled"],
+            beat_ns=w["beat_ns"],
+            phase=PHASES[w["phase"] % len(PHASES)],
+            collective=w["collective"],
+            waits_for=w["waits_for"] - 1 if w["waits_for"] else None,
+            digest=w["digest"] & (2**64 - 1),
+        )
 
     def ranks(self) -> list[RankState]:
         """Every rank that has ever shown itself and was not cleared since."""

@@ -1,0 +1,89 @@
+"""Entries: what the leader writes and every rank, the leader included, applies in order.
+
+Plain values, msgpack on the wire. Rows travel as columns of packed little-endian int32.
+"""
+
+import msgspec
+import numpy as np
+
+from slipstream.log.request import Request
+
+NO_OVERLAP, OVERLAP, LATE_SAMPLE = 0, 1, 2
+ORDERS = ("no_overlap", "overlap", "late_sample")
+
+
+class Admit(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """Gives request `id`, whose body came ahead, a slot and the pages of its prompt; or pages again after a preemption."""
+
+    slot: int
+    id: int
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Frees a slot and its pages. Every rank must answer that the request existed.
+
+    `kept` is how many generated tokens stay part of the answer (-1: all); pages beyond leave the prefix index.
+    """
+
+    slot: int
+    id: int
+    kept: int = -1
+
+
+class Preempt(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Takes a request's pages; it keeps its slot, tokens and sampling state, and waits for an Admit."""
+
+    slot: int
+
+
+Command = Admit | Drop | Preempt
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """One forward. `decode`: each decoding slot gives one row, in the replica's order, without being named.
+
+    Then come the named rows: columns slots, starts, counts (int32). All three have one length.
+    """
+
+    order: int
+    decode: bool
+    slots: bytes = b""
+    starts: bytes = b""
+    counts: bytes = b""
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The named rows. Raises ValueError, naming the lengths, when the columns do not match."""
+        s, a, c = (np.frombuffer(x, "<i4") for x in (self.slots, self.starts, self.counts))
+        if not len(s) == len(a) == len(c):
+            raise ValueError(f"columns of a step differ in length: {len(s)} slots, {len(a)} starts, {len(c)} counts")
+        return s, a, c
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """One record of the log. Outcomes through entry `settled_to` are applied before the commands."""
+
+    seq: int
+    settled_to: int
+    commands: tuple[Command, ...] = ()
+    step: Step | None = None
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """A request's body, sent ahead of the entry that admits it."""
+
+    request: Request
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """A rank's answer to entry `seq`, right after launching its step (or after its commands, where it has none).
+
+    `existed` has one value per Drop of the entry, in order.
+    """
+
+    rank: int
+    seq: int
+    digest: int
+    existed: tuple[bool, ...] = ()
+
+
+ToFollower = Entry | Body

@@ -1,0 +1,110 @@
+"""What goes into a rank's machine and what comes out of it. Plain values; the driver turns effects into I/O, in order."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.log.batch import Batch, Outcome
+from slipstream.log.entries import Body, Entry, Reply
+from slipstream.log.request import Request
+from slipstream.rank.protocol import ToFront
+
+# --- events
+
+
+class Arrived(NamedTuple):
+    """An outcome came back from the device."""
+
+    outcome: Outcome
+
+
+class Tick(NamedTuple):
+    """Time has passed (leader only)."""
+
+
+class Submitted(NamedTuple):
+    """A front end handed in a request (leader only)."""
+
+    request: Request
+
+
+class Aborted(NamedTuple):
+    """A request's client is gone, or a stop string ended it after `kept` generated tokens (leader only)."""
+
+    id: int
+    kept: int
+
+
+Event = Entry | Body | Reply | Arrived | Tick | Submitted | Aborted
+
+# --- effects
+
+
+class Send(NamedTuple):
+    """To every follower, in order."""
+
+    message: Entry | Body
+
+
+class Seat(NamedTuple):
+    """Queue the writing of a slot's tables."""
+
+    slot: int
+    request: Request
+
+
+class Launch(NamedTuple):
+    """Queue a whole step."""
+
+    batch: Batch
+
+
+class LaunchForward(NamedTuple):
+    """Queue a step up to its logits."""
+
+    batch: Batch
+
+
+class LaunchSample(NamedTuple):
+    """Queue the sampling of the step whose forward was queued."""
+
+    seq: int
+    masks: dict[int, np.ndarray]  # slot -> uint32 bit mask of allowed ids
+    discarded: frozenset[int]  # slots that ended meanwhile
+
+
+class Answer(NamedTuple):
+    """A follower's reply to the leader."""
+
+    reply: Reply
+
+
+class Tell(NamedTuple):
+    """To the front end that owns the message's request."""
+
+    message: ToFront
+
+
+class Wake(NamedTuple):
+    """Send a Tick at this time (seconds, the driver's clock)."""
+
+    at: float
+
+
+class Span(NamedTuple):
+    """The time since the effect before was spent in this phase, for this entry."""
+
+    phase: str
+    entry: int
+    digest: int = 0
+
+
+class Poison(NamedTuple):
+    """The group is no longer one: a rank answered wrongly. Names the rank and the first entry that differs."""
+
+    rank: int
+    entry: int
+    reason: str
+
+
+Effect = Send | Seat | Launch | LaunchForward | LaunchSample | Answer | Tell | Wake | Span | Poison

@@ -1,0 +1,251 @@
+"""The leader's machine: a rank that also writes the log.
+
+The leader settles an outcome when it arrives and says so in its next entry, so `settled_to` names only what it holds. It plans
+when the device can take one more step: none in flight when serial, at most one when asynchronous, and then no earlier than the
+device needs, so that a request that arrives meanwhile joins the very next step.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from slipstream.log.batch import Batch, Outcome
+from slipstream.log.entries import ORDERS, Body, Drop, Entry, Reply
+from slipstream.log.replica import Ended, Replica, Settled
+from slipstream.log.request import Request
+from slipstream.rank.events import (
+    Aborted,
+    Arrived,
+    Effect,
+    Event,
+    Poison,
+    Seat,
+    Send,
+    Span,
+    Submitted,
+    Tell,
+    Wake,
+)
+from slipstream.rank.loop import Rank
+from slipstream.rank.protocol import Finished, PromptLogprobs, Refused, Started, Tokens
+from slipstream.schedule.planner import Plan, Planner
+
+WINDOW = 64  # entries that may lack a reply
+HEARTBEAT = 1.0  # seconds after which an idle leader writes an empty entry
+LEAD = 0.25  # a step is planned when this share of the running one is left ...
+LEAD_SECONDS = 0.001  # ... and this much more
+
+
+class Flying(NamedTuple):
+    """A launched step as the leader times it."""
+
+    seq: int
+    at: float
+    decodes: int
+    prompt_tokens: int
+
+
+class Leader(Rank):
+    def __init__(self, replica: Replica, planner: Planner, size: int, asynchronous: bool):
+        super().__init__(0, replica)
+        self.planner = planner
+        self.depth = 2 if asynchronous else 1  # steps in flight at most
+        self.now = 0.0
+        self.next = 0  # the entry to be written
+        self.marked = -1  # `settled_to` of the last entry
+        self.written_at = 0.0
+        self.poisoned = False
+        self.sealed: dict[int, tuple[int, tuple[bool, ...]]] = {}  # own digest and drops of entries not acknowledged by all
+        self.replied = dict.fromkeys(range(1, size), -1)  # follower -> last entry it answered
+        self.early: dict[int, list[Reply]] = {}  # replies to entries that the leader has not sealed itself
+        self.ending: deque[tuple[int, Ended]] = deque()  # (entry of the drop, request), until all have acknowledged it
+        self.flying: deque[Flying] = deque()
+        self.arrived_at = 0.0
+        self.steps = Counter(dict.fromkeys(ORDERS, 0))
+        self.step_tokens: list[int] = []  # tokens of each step since the reader last took them
+
+    @property
+    def acknowledged(self) -> int:
+        """The last entry that every rank has answered, equally."""
+        return min(self.applied, *self.replied.values()) if self.replied else self.applied
+
+    def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
+        if self.poisoned:
+            return
+        self.now = now
+        if isinstance(event, Submitted):
+            yield from self.submit(event.request)
+        elif isinstance(event, Aborted):
+            if self.planner.abort(event.id, event.kept):
+                yield Tell(Finished(event.id, "abort"))
+        elif isinstance(event, Reply):
+            yield from self.reply(event)
+        elif isinstance(event, Arrived):
+            self.outcomes.append(event.outcome)
+            self.landed(event.outcome)
+            yield from self.settle_arrived()
+        yield from self.think()
+
+    # --- requests
+
+    def submit(self, request: Request) -> Iterator[Effect]:
+        """Queues a request, or refuses it with nothing changed."""
+        limits = self.replica.limits
+        length = request.prompt_len + request.max_tokens
+        if length > limits.max_len:
+            text = f"prompt and max_tokens together are {length} tokens; at most {limits.max_len} fit"
+            yield Tell(Refused(request.id, 400, text, "max_tokens"))
+        elif -(-length // limits.block) > limits.pages:
+            text = f"{length} tokens need {-(-length // limits.block)} pages; the whole cache has {limits.pages}"
+            yield Tell(Refused(request.id, 400, text, "prompt"))
+        elif self.planner.queue.full:
+            yield Tell(Refused(request.id, 429, f"{len(self.planner.queue)} requests are waiting already; try again later"))
+        else:
+            self.planner.submit(request, self.now)
+
+    # --- settle
+
+    def settle_arrived(self) -> Iterator[Effect]:
+        yield from self.settle_while(lambda: bool(self.outcomes))
+        if self.late is not None and len(self.replica.flights) == 1:
+            yield from self.finish_late()
+
+    def committed(self, outcome: Outcome, settled: Settled) -> Iterator[Effect]:
+        """Sends what a settle committed. Ends wait for their drop to be acknowledged."""
+        if outcome.prompt_logprobs:
+            for slot, id in settled.scored:
+                start, rows = outcome.prompt_logprobs.get(slot, (0, []))
+                if rows:
+                    yield Tell(PromptLogprobs(id, start, rows))
+        if len(settled.tokens):
+            logprobs = outcome.logprobs
+            if logprobs and settled.columns is not None:
+                logprobs = {i: logprobs[c] for i, c in enumerate(settled.columns.tolist()) if c in logprobs}
+            yield Tell(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), logprobs or None))
+
+    def landed(self, outcome: Outcome) -> None:
+        """Learns how long the step took: from its launch, or from the end of the one before it."""
+        flying = self.flying.popleft()
+        seconds = self.now - max(flying.at, self.arrived_at)
+        self.arrived_at = self.now
+        self.planner.budget.observe(flying.decodes, flying.prompt_tokens, seconds)
+
+    # --- plan
+
+    def think(self) -> Iterator[Effect]:
+        """Writes entries as long as there is something to say and the device can take it."""
+        while self.late is None and not self.poisoned:
+            depth = len(self.replica.flights)
+            if depth >= self.depth or self.next - self.acknowledged > WINDOW:
+                return
+            at = self.plan_at() if depth else 0.0
+            if at > self.now:
+                yield Wake(at)
+                return
+            plan = self.planner.plan(depth)
+            yield Span("plan", self.next)
+            if plan.step is None and not plan.commands:
+                unmarked = self.replica.settled_to > self.marked and not depth
+                if not unmarked and self.now - self.written_at < HEARTBEAT:
+                    return
+            yield from self.write(plan)
+            if plan.step is None:
+                return
+
+    def plan_at(self) -> float:
+        """When the next step should be planned, seconds: late enough for newcomers, early enough to keep the device fed."""
+        running = self.flying[0]
+        expected = self.planner.budget.expected(running.decodes, running.prompt_tokens)
+        return max(running.at, self.arrived_at) + expected * (1 - LEAD) - LEAD_SECONDS
+
+    def write(self, plan: Plan) -> Iterator[Effect]:
+        """Publishes the next entry and does the leader's own part of it."""
+        entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step)
+        self.next += 1
+        self.marked = entry.settled_to
+        self.written_at = self.now
+        for _, request in plan.seated:
+            yield Send(Body(request))
+        yield Send(entry)
+        yield Span("publish", entry.seq)
+        for slot, request in plan.seated:
+            yield Seat(slot, request)
+        for id, cached in plan.started:
+            yield Tell(Started(id, cached))
+        self.ending.extend((entry.seq, ended) for ended in plan.dropped)
+        yield from self.launch(entry, tuple(True for c in plan.commands if isinstance(c, Drop)))
+
+    def launched(self, entry: Entry, batch: Batch) -> None:
+        assert entry.step is not None
+        tokens = batch.tokens
+        self.flying.append(Flying(batch.seq, self.now, batch.decodes, tokens - batch.decodes))
+        self.steps[ORDERS[entry.step.order]] += 1
+        self.step_tokens.append(tokens)
+
+    # --- replies
+
+    def answer(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
+        self.applied = entry.seq
+        self.sealed[entry.seq] = (self.replica.seal(), existed)
+        for reply in self.early.pop(entry.seq, ()):
+            yield from self.compare(reply)
+        yield from self.finish()
+
+    def reply(self, reply: Reply) -> Iterator[Effect]:
+        """One answer from each follower to each entry, in order; anything else poisons the group."""
+        due = self.replied.get(reply.rank)
+        if due is None or reply.seq != due + 1 or reply.seq >= self.next:
+            yield from self.poison(reply, f"answered entry {reply.seq} where {-1 if due is None else due + 1} was due")
+        elif reply.seq not in self.sealed:
+            self.replied[reply.rank] = reply.seq
+            self.early.setdefault(reply.seq, []).append(reply)
+        else:
+            self.replied[reply.rank] = reply.seq
+            yield from self.compare(reply)
+            yield from self.finish()
+
+    def compare(self, reply: Reply) -> Iterator[Effect]:
+        digest, existed = self.sealed[reply.seq]
+        if reply.digest != digest:
+            yield from self.poison(reply, f"its digest is {reply.digest:016x}, the leader's {digest:016x}")
+        elif reply.existed != existed:
+            yield from self.poison(reply, f"its drops found {list(reply.existed)}, the leader's {list(existed)}")
+
+    def poison(self, reply: Reply, reason: str) -> Iterator[Effect]:
+        self.poisoned = True
+        yield Poison(reply.rank, reply.seq, f"rank {reply.rank} differs at entry {reply.seq}: {reason}")
+
+    def finish(self) -> Iterator[Effect]:
+        """Tells the ends whose drops every rank has acknowledged."""
+        through = self.acknowledged
+        while self.ending and self.ending[0][0] <= through and not self.poisoned:
+            _, ended = self.ending.popleft()
+            yield Tell(Finished(ended.id, ended.reason, ended.error))
+        for seq in [s for s in self.sealed if s <= through]:
+            del self.sealed[seq]
+
+    # --- copies for the checker
+
+    def copy(self) -> "Leader":
+        other = super().copy()
+        assert isinstance(other, Leader)
+        other.planner = self.planner.copy(other.replica)
+        for name in ("sealed", "replied", "ending", "flying", "steps", "step_tokens"):
+            setattr(other, name, getattr(self, name).copy())
+        other.early = {seq: replies.copy() for seq, replies in self.early.items()}
+        return other
+
+    def state(self) -> tuple[object, ...]:
+        return (
+            super().state(),
+            self.next,
+            self.marked,
+            self.poisoned,
+            tuple(self.sealed.items()),
+            tuple(self.replied.items()),
+            tuple(self.early),
+            tuple(self.ending),
+            tuple(w.request.id for w in self.planner.queue.all()),
+            tuple(self.planner.gone.items()),
+            tuple(self.planner.preempted),
+        )

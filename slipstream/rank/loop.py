@@ -1,0 +1,179 @@
+"""The machine of a rank: plan, launch, settle.
+
+No I/O, threads, clocks or sockets live here: `on(event, now)` yields effects, each carried out before the machine goes on. All
+waiting is explicit in `entries`, `outcomes` and `late`, so a machine can be copied, compared and explored by the checker.
+
+A follower applies the leader's entries; the leader writes them. One step passes three phases:
+
+    plan     choose the rows (leader) and move the replica past them (every rank)
+    launch   queue the device work; nothing that is queued is ever cancelled
+    settle   apply the outcome: on the leader when it arrives, on a follower at the mark that names it
+
+Serial and asynchronous scheduling differ only in how many steps may be in flight when the next one is planned.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from slipstream.log.batch import Batch, Outcome
+from slipstream.log.entries import LATE_SAMPLE, Admit, Body, Drop, Entry, Reply
+from slipstream.log.replica import ENDED, PREEMPTED, Replica, Settled
+from slipstream.log.request import Request
+from slipstream.rank.events import (
+    Answer,
+    Arrived,
+    Effect,
+    Event,
+    Launch,
+    LaunchForward,
+    LaunchSample,
+    Seat,
+    Span,
+)
+
+
+class Rank:
+    """A follower, and what a leader shares with it."""
+
+    def __init__(self, rank: int, replica: Replica):
+        self.rank = rank
+        self.replica = replica
+        self.entries: deque[Entry] = deque()  # written, not applied yet
+        self.outcomes: deque[Outcome] = deque()  # arrived, not settled yet
+        self.bodies: dict[int, Request] = {}  # came ahead of their Admit
+        self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None  # forward is queued, sampling waits for the second mark
+        self.applied = -1
+
+    def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
+        """Takes one event and yields what to do about it. `now` (seconds) matters to a leader only."""
+        if isinstance(event, Entry):
+            self.entries.append(event)
+        elif isinstance(event, Body):
+            self.bodies[event.request.id] = event.request
+        elif isinstance(event, Arrived):
+            self.outcomes.append(event.outcome)
+        yield from self.advance()
+
+    def advance(self) -> Iterator[Effect]:
+        """Applies entries in order, as far as the outcomes that they name have arrived."""
+        while True:
+            if self.late is not None:
+                if not (yield from self.settle_while(lambda: len(self.replica.flights) > 1)):
+                    return
+                yield from self.finish_late()
+            if not self.entries:
+                return
+            entry = self.entries[0]
+            if not (yield from self.settle_while(lambda mark=entry.settled_to: self._unsettled_through(mark))):
+                return
+            self.entries.popleft()
+            existed = yield from self.apply(entry)
+            yield Span("plan", entry.seq)
+            yield from self.launch(entry, existed)
+
+    def _unsettled_through(self, mark: int) -> bool:
+        flights = self.replica.flights
+        return bool(flights) and flights[0].seq <= mark
+
+    # --- settle
+
+    def settle_while(self, wanted) -> Iterator[Effect]:
+        """Settles the oldest step while `wanted()`; returns False where its outcome has not arrived yet."""
+        while wanted():
+            if not self.outcomes:
+                return False
+            outcome = self.outcomes.popleft()
+            settled = self.replica.settle(outcome)
+            yield from self.committed(outcome, settled)
+            yield Span("settle", outcome.seq)
+        return True
+
+    def committed(self, outcome: Outcome, settled: Settled) -> Iterator[Effect]:
+        """What a settle means to the world: nothing on a follower."""
+        return iter(())
+
+    # --- plan: the commands of a written entry
+
+    def apply(self, entry: Entry) -> Iterator[Effect]:
+        """Applies an entry's commands; returns, for each drop, whether the request was there."""
+        replica = self.replica
+        existed: list[bool] = []
+        for command in entry.commands:
+            if isinstance(command, Admit):
+                yield from self.seat(command)
+            elif isinstance(command, Drop):
+                existed.append(replica.drop(command.slot, command.id, command.kept))
+            else:
+                replica.preempt(command.slot)
+        return tuple(existed)
+
+    def seat(self, command: Admit) -> Iterator[Effect]:
+        replica = self.replica
+        if replica.phase[command.slot] == PREEMPTED:
+            replica.admit(command.slot, replica.requests[command.slot], [])
+        else:
+            request = self.bodies.pop(command.id)
+            replica.admit(command.slot, request, replica.prompt_keys(request))
+            yield Seat(command.slot, request)
+
+    # --- launch
+
+    def launch(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
+        """Queues the entry's step, if it has one, and answers."""
+        if entry.step is not None:
+            batch = self.replica.launch(entry.seq, entry.step)
+            self.launched(entry, batch)
+            if not self.replica.masked(batch):
+                yield Launch(batch)
+            else:
+                yield LaunchForward(batch)
+                if entry.step.order == LATE_SAMPLE:
+                    self.late = (entry, batch, existed)
+                    yield Span("launch", entry.seq)
+                    return
+                yield self.sampling(batch)
+            yield Span("launch", entry.seq)
+        yield from self.answer(entry, existed)
+
+    def launched(self, entry: Entry, batch: Batch) -> None:
+        """What a launch means beside its device work: nothing on a follower."""
+
+    def finish_late(self) -> Iterator[Effect]:
+        """The second mark has passed: every token that the masks depend on is settled."""
+        assert self.late is not None
+        entry, batch, existed = self.late
+        self.late = None
+        yield self.sampling(batch)
+        yield Span("launch", entry.seq)
+        yield from self.answer(entry, existed)
+
+    def sampling(self, batch: Batch) -> LaunchSample:
+        replica = self.replica
+        slots = batch.slots[batch.samples].tolist()
+        over = frozenset(s for s in slots if replica.phase[s] == ENDED)
+        masks = {s: replica.matchers[s].mask() for s in slots if s in replica.matchers and s not in over}
+        return LaunchSample(batch.seq, masks, over)
+
+    def answer(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
+        self.applied = entry.seq
+        yield Answer(Reply(self.rank, entry.seq, self.replica.seal(), existed))
+
+    # --- copies for the checker
+
+    def copy(self) -> "Rank":
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other.replica = self.replica.copy()
+        other.entries, other.outcomes, other.bodies = self.entries.copy(), self.outcomes.copy(), self.bodies.copy()
+        return other
+
+    def state(self) -> tuple[object, ...]:
+        """A hashable value that two equal machines share."""
+        return (
+            self.replica.state(),
+            tuple(self.entries),
+            tuple((o.seq, o.tokens.tobytes()) for o in self.outcomes),
+            tuple(self.bodies),
+            self.late is not None,
+            self.applied,
+        )

@@ -1,0 +1,274 @@
+"""The planner: which requests join, which rows run, who yields its pages. The leader's alone.
+
+Order of a plan: drop what has ended or gone, return preempted requests, admit waiting ones, make room for the decoding rows,
+cut chunks of prompts into what is left of the budget. It changes the leader's replica through the replica's own methods and
+records each call as a command, so that followers do the same.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.log.entries import LATE_SAMPLE, NO_OVERLAP, OVERLAP, Admit, Command, Drop, Preempt, Step
+from slipstream.log.replica import PREEMPTED, Ended, Replica
+from slipstream.log.request import Request
+from slipstream.schedule.budget import Budget
+from slipstream.schedule.queue import Queue, Waiting
+
+LOOKAHEAD = 8  # waiting requests considered behind a head that does not fit
+BYPASSES = 64  # how often a head may be passed before everybody waits for it
+PREFILLING = 8  # prompts that are cut at the same time, beyond what one step takes whole
+
+
+@dataclass
+class Plan:
+    """What an entry will hold, already applied to the leader's replica but for the step."""
+
+    commands: list[Command] = field(default_factory=list)
+    seated: list[tuple[int, Request]] = field(default_factory=list)  # (slot, request) of first admissions
+    started: list[tuple[int, int]] = field(default_factory=list)  # (request id, cached tokens)
+    dropped: list[Ended] = field(default_factory=list)  # one per Drop, in order
+    step: Step | None = None
+
+
+@dataclass
+class Counters:
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+
+
+class Planner:
+    def __init__(self, replica: Replica, budget: Budget, max_queue: int):
+        self.replica = replica
+        self.budget = budget
+        self.queue = Queue(max_queue)
+        self.counters = Counters()
+        self.gone: dict[int, int] = {}  # request id -> kept tokens, of clients that left
+        self.slot_of: dict[int, int] = {}  # request id -> slot
+        self.order: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
+        self.preempted: list[int] = []  # slots, in the order they return
+        self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
+
+    # --- what comes in
+
+    def submit(self, request: Request, now: float) -> None:
+        self.queue.push(request, self.replica.prompt_keys(request), now)
+        self._full_at = None
+
+    def abort(self, id: int, kept: int) -> bool:
+        """Marks a request as gone. True when it was only waiting: then nothing of it is in the log."""
+        if self.queue.remove(id) is not None:
+            return True
+        if id in self.slot_of:
+            self.gone[id] = kept
+        return False
+
+    # --- the plan
+
+    def plan(self, depth: int) -> Plan:
+        """The next entry. `depth`: steps in flight that are not settled."""
+        plan = Plan()
+        self._drop(plan)
+        decoding = self._decode_rows()
+        room = self.budget.prompt_tokens(len(decoding))
+        self._return_preempted(plan)
+        self._admit(plan, room)
+        decoding = self._make_room(plan, decoding)
+        rows = self._cut_prompts(room)
+        if len(decoding) or rows:
+            plan.step = self._step(decoding, rows, depth)
+        return plan
+
+    def due(self) -> bool:
+        """Whether a command waits that needs no step."""
+        return bool(self.gone) or any(self._droppable(e.slot) for e in self.replica.ended)
+
+    def _droppable(self, slot: int) -> bool:
+        return int(self.replica.last_row[slot]) <= self.replica.settled_to
+
+    def _drop(self, plan: Plan) -> None:
+        replica = self.replica
+        for id, kept in self.gone.items():
+            if id in self.slot_of:  # an end that a settle found first is dropped here too: the client is gone
+                self._drop_one(plan, Ended(self.slot_of[id], id, "abort"), kept)
+        self.gone.clear()
+        for ended in [e for e in replica.ended if self._droppable(e.slot)]:
+            self._drop_one(plan, ended, -1)
+
+    def _drop_one(self, plan: Plan, ended: Ended, kept: int) -> None:
+        slot, id = ended.slot, ended.id
+        existed = self.replica.drop(slot, id, kept)
+        assert existed, f"request {id} is not in slot {slot}"
+        plan.commands.append(Drop(slot, id, kept))
+        plan.dropped.append(ended)
+        self._full_at = None
+        del self.slot_of[id], self.order[slot]
+        if slot in self.preempted:
+            self.preempted.remove(slot)
+
+    def _decode_rows(self) -> np.ndarray:
+        """Decoding slots that get a row: all, or the longest idle ones when they exceed the budget."""
+        decoding = self.replica.decoding
+        if len(decoding) <= self.budget.cap:
+            return decoding
+        oldest = np.argsort(self.replica.last_row[decoding], kind="stable")[: self.budget.cap]
+        return decoding[np.sort(oldest)]
+
+    # --- joining
+
+    def _return_preempted(self, plan: Plan) -> None:
+        replica = self.replica
+        for slot in list(self.preempted):
+            if replica.phase[slot] != PREEMPTED:  # it ended by the token that was in flight
+                self.preempted.remove(slot)
+            elif replica.committed[slot] == replica.target[slot]:
+                if not self._fits(int(replica.target[slot]), replica.keys[slot]):
+                    break
+                self.preempted.remove(slot)
+                self._seat(plan, slot, replica.requests[slot], [])
+            else:
+                break
+
+    def _admit(self, plan: Plan, room: int) -> None:
+        replica = self.replica
+        while len(self.queue) and replica.free_slots and not self.preempted:
+            at = (replica.pages.available, len(replica.free_slots))
+            if self._full_at is not None and at[0] <= self._full_at[0] and at[1] <= self._full_at[1]:
+                return
+            if len(replica.prefilling) >= PREFILLING and self._prompt_tokens_left() >= room:
+                return
+            chosen = self._choose()
+            if chosen is None:
+                self._full_at = at
+                return
+            self.queue.remove(chosen.request.id)
+            slot = replica.free_slots[-1]
+            plan.seated.append((slot, chosen.request))
+            self.order[slot] = chosen.order
+            self.slot_of[chosen.request.id] = slot
+            cached = self._seat(plan, slot, chosen.request, chosen.keys)
+            plan.started.append((chosen.request.id, cached))
+            self.counters.prefix_queries += chosen.request.prompt_len
+            self.counters.prefix_hits += cached
+
+    def _choose(self) -> Waiting | None:
+        """The first waiting request that fits, unless the head has been passed too often."""
+        replica = self.replica
+        head: Waiting | None = None
+        for waiting in self.queue.first(LOOKAHEAD):
+            if self._computed_soon(waiting.keys[: (waiting.request.prompt_len - 1) // replica.limits.block]):
+                continue
+            if self._fits(waiting.request.prompt_len, waiting.keys):
+                if head is not None:
+                    head.passed += 1
+                return waiting
+            if head is None:
+                head = waiting
+                if head.passed >= BYPASSES:
+                    return None
+        return None
+
+    def _computed_soon(self, keys: list[bytes]) -> bool:
+        """Whether a prompt that is being computed will soon hold the next page that this one misses."""
+        replica = self.replica
+        if not keys or not replica.prefilling:
+            return False
+        missing = len(replica.pages.find(keys))
+        if missing >= len(keys):
+            return False
+        return any(
+            missing < len(own)
+            and own[missing] == keys[missing]
+            and (missing + 1) * replica.limits.block <= replica.target[slot]
+            for slot, own in ((s, replica.keys[s]) for s in replica.prefilling)
+        )
+
+    def _fits(self, known: int, keys: list[bytes]) -> bool:
+        """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
+        replica = self.replica
+        pages, block = replica.pages, replica.limits.block
+        cached = pages.find(keys[: (known - 1) // block])
+        need = -(-known // block) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
+        running = len(replica.decoding) + len(replica.prefilling)
+        return need + min(running, pages.total // 50 + 1) <= pages.available if running else need <= pages.available
+
+    def _seat(self, plan: Plan, slot: int, request: Request, keys: list[bytes]) -> int:
+        plan.commands.append(Admit(slot, request.id))
+        return self.replica.admit(slot, request, keys)
+
+    def _prompt_tokens_left(self) -> int:
+        slots = np.array(self.replica.prefilling, np.int32)
+        return int((self.replica.target[slots] - self.replica.launched[slots]).sum())
+
+    # --- rows
+
+    def _make_room(self, plan: Plan, decoding: np.ndarray) -> np.ndarray:
+        """Sees to it that the decoding rows that begin a page get one.
+
+        Short of pages, rows first wait for those that the next settles free; only then do others yield theirs, lowest
+        priority and newest first.
+        """
+        replica = self.replica
+        wants = replica.pages_wanted(decoding)
+        short = int(np.count_nonzero(wants)) - replica.pages.available
+        if short <= 0:
+            return decoding
+        if any(replica.held[e.slot] for e in replica.ended):
+            wanting = decoding[wants][: replica.pages.available]
+            return decoding[~wants | np.isin(decoding, wanting)]
+        while short > 0:
+            running = [*replica.prefilling, *replica.decoding.tolist()]
+            victim = max(running, key=lambda slot: self.order[slot])
+            replica.preempt(victim)
+            plan.commands.append(Preempt(victim))
+            self.counters.preemptions += 1
+            self.preempted.append(victim)
+            self.preempted.sort(key=lambda slot: self.order[slot])
+            decoding = decoding[decoding != victim]
+            short = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
+        return decoding
+
+    def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
+        """Chunks (slot, start, count). Half of the room belongs to the oldest prompt, the rest goes to the shortest ones."""
+        replica = self.replica
+        left = {s: int(replica.target[s] - replica.launched[s]) for s in replica.prefilling}
+        if not left or room <= 0:
+            return []
+        oldest = min(left, key=lambda s: self.order[s])
+        counts = {oldest: min(left[oldest], room - room // 2)}
+        room -= counts[oldest]
+        for slot in sorted(left, key=lambda s: (left[s], self.order[s])):
+            more = min(left[slot] - counts.get(slot, 0), room)
+            if more > 0:
+                counts[slot] = counts.get(slot, 0) + more
+                room -= more
+        return [(s, int(replica.launched[s]), n) for s, n in counts.items()]
+
+    def _step(self, decoding: np.ndarray, rows: list[tuple[int, int, int]], depth: int) -> Step:
+        replica = self.replica
+        whole = decoding is replica.decoding or len(decoding) == len(replica.decoding)
+        if not whole:
+            rows = [(int(s), int(replica.launched[s]), 1) for s in decoding] + rows
+        order = OVERLAP if depth else NO_OVERLAP
+        if depth and self._needs_masks(decoding):
+            order = LATE_SAMPLE
+        if not rows:
+            return Step(order, True)
+        columns = np.array(rows, "<i4").T
+        return Step(order, whole, columns[0].tobytes(), columns[1].tobytes(), columns[2].tobytes())
+
+    def _needs_masks(self, decoding: np.ndarray) -> bool:
+        """Whether a row's mask depends on a token that is still in flight."""
+        matchers = self.replica.matchers
+        return bool(matchers) and any(s in matchers and self.replica.pending(s) for s in decoding.tolist())
+
+    def copy(self, replica: Replica) -> "Planner":
+        other = Planner.__new__(Planner)
+        other.__dict__.update(self.__dict__)
+        other.replica = replica
+        other.queue = self.queue.copy()
+        other.counters = Counters(**vars(self.counters))
+        other.gone, other.slot_of, other.order = self.gone.copy(), self.slot_of.copy(), self.order.copy()
+        other.preempted = self.preempted.copy()
+        return other

@@ -1,0 +1,72 @@
+"""Requests that wait for a slot. The leader's alone; no part of the replica.
+
+Order: a request of priority p that arrives at second t goes before all whose t + AGEING * p is larger, so within a priority
+the first come is the first served, and nothing waits for ever behind later, more urgent work.
+"""
+
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+from slipstream.log.request import Request
+
+AGEING = 10.0  # seconds of waiting that outweigh one level of priority
+
+
+@dataclass
+class Waiting:
+    """One waiting request with the content keys of its prompt's pages."""
+
+    request: Request
+    keys: list[bytes]
+    order: tuple[float, int]
+    passed: int = 0  # how often a later one was admitted before it
+
+
+@dataclass
+class Queue:
+    """A priority queue with removal by id. All operations are O(log n)."""
+
+    limit: int
+    _heap: list[tuple[tuple[float, int], int]] = field(default_factory=list)
+    _by_id: dict[int, Waiting] = field(default_factory=dict)
+    _ticket: itertools.count = field(default_factory=itertools.count)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def full(self) -> bool:
+        return len(self._by_id) >= self.limit
+
+    def push(self, request: Request, keys: list[bytes], now: float) -> Waiting:
+        waiting = Waiting(request, keys, (now + AGEING * request.priority, next(self._ticket)))
+        self._by_id[request.id] = waiting
+        heapq.heappush(self._heap, (waiting.order, request.id))
+        return waiting
+
+    def remove(self, id: int) -> Waiting | None:
+        """Takes a request out wherever it stands; None if it is not waiting."""
+        return self._by_id.pop(id, None)
+
+    def first(self, count: int) -> list[Waiting]:
+        """The first `count` waiting requests, in order."""
+        out: list[Waiting] = []
+        taken: list[tuple[tuple[float, int], int]] = []
+        while self._heap and len(out) < count:
+            item = heapq.heappop(self._heap)
+            waiting = self._by_id.get(item[1])
+            if waiting is not None and waiting.order == item[0]:
+                out.append(waiting)
+                taken.append(item)
+        for item in taken:
+            heapq.heappush(self._heap, item)
+        return out
+
+    def all(self) -> list[Waiting]:
+        return sorted(self._by_id.values(), key=lambda w: w.order)
+
+    def copy(self) -> "Queue":
+        other = Queue(self.limit, self._heap.copy(), {}, self._ticket)
+        other._by_id = {id: Waiting(w.request, w.keys, w.order, w.passed) for id, w in self._by_id.items()}
+        return other
