@@ -1,6 +1,6 @@
 """Rotary position tables from a Hugging Face config: default, linear and llama3 scaling; others are refused by name.
 
-Follows RoFormer (arXiv:2104.09864) and the `rope_parameters` of transformers; Llama 3's frequency bands are those of its config.
+Follows RoFormer (arXiv:2104.09864) and the `rope_parameters` of transformers; Llama 3's bands are its config's.
 """
 
 import math

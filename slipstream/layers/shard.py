@@ -45,9 +45,10 @@ class Shard:
         return split_heads(queries, keys, self.size)[self.rank]
 
     def balanced(self, total: int, other: list[int], unit: int, granule: int = 16) -> tuple[int, int]:
-        """This rank's [start, stop) of `total` columns that weigh `unit` each, so that with `other[rank]` all ranks weigh alike.
+        """This rank's [start, stop) of `total` columns that weigh `unit` each, so that all ranks weigh alike.
 
-        Boundaries are multiples of `granule` where `total` is one. Equal `other` on all ranks gives the even split.
+        `other[r]` is what rank r holds beside; where it is the same for all, the split is even. Boundaries are multiples of
+        `granule` where `total` is one.
         """
         return split_balanced(total, other, unit, granule)[self.rank]
 

@@ -14,6 +14,8 @@ from slipstream.layers.rotary import rotary_table
 from slipstream.layers.shard import Heads, Shard, split_heads
 from slipstream.ops.interface import Attention, Ops, Step
 
+Part = tuple[int, int]  # [start, stop)
+
 
 @dataclass(frozen=True)
 class DenseConfig:
@@ -79,11 +81,11 @@ def refuse_sliding_window(config: dict) -> None:
 class Layer:
     """One decoder layer's prepared weights (this rank's part)."""
 
-    norm: Tensor  # before attention
+    norm: Any  # before attention
     qkv: Any
     attention: Attention
     out: Any
-    mlp_norm: Tensor
+    mlp_norm: Any
     gate_up: Any
     down: Any
 
@@ -115,68 +117,85 @@ class Llama:
         self.cache = CacheShape(c.layers, heads.keys, c.head_dim)
         rotary = ops.tensor(rotary_table(config, c.head_dim, self.max_len))
         self.layers = [self._layer(i, heads, rotary) for i in range(c.layers)]
-        self.norm = self._vector("model.norm.weight")
-        self.embedding = ops.tensor(self._read("model.embed_tokens.weight", rows=self.vocab_part))
-        head = self.embedding if c.tied else self._read("lm_head.weight", rows=self.vocab_part)
-        self.head = ops.weight(head)
+        self.norm = self.norm_weight("model.norm.weight", c.hidden)
+        shape = (c.vocab, c.hidden)
+        self.embedding = ops.tensor(self._read("model.embed_tokens.weight", shape, self.vocab_part))
+        self.head = ops.weight(self.embedding if c.tied else self._read("lm_head.weight", shape, self.vocab_part))
         del self.checkpoint
 
     def read_config(self, config: dict) -> DenseConfig:
         return DenseConfig.read(config)
 
-    def qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
+    def qk_norms(self, prefix: str) -> tuple[Any, Any]:
         """Weights of the norms on each query and key head, for families that have them."""
         return None, None
 
     def forward(self, step: Step) -> Tensor:
         """[T, hidden] after the last norm; writes the step's keys and values into the cache."""
-        ops, eps = self.ops, self.config.eps
+        ops = self.ops
         residual = ops.embed(self.embedding, self.vocab_part[0], step)
-        x = ops.norm(residual, self.layers[0].norm, eps)
+        x = ops.norm(residual, self.layers[0].norm)
         for i, layer in enumerate(self.layers):
             x = ops.attention(ops.linear(x, layer.qkv), layer.attention, step)
-            residual, x = ops.add_norm(x, layer.out, residual, layer.mlp_norm, eps)
+            residual, x = ops.add_norm(x, layer.out, residual, layer.mlp_norm)
             x = ops.swiglu(x, layer.gate_up)
             after = self.layers[i + 1].norm if i + 1 < len(self.layers) else self.norm
-            residual, x = ops.add_norm(x, layer.down, residual, after, eps)
+            residual, x = ops.add_norm(x, layer.down, residual, after)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] to float32 [n, this rank's part of the vocabulary]."""
         return self.ops.logits(hidden, self.head)
 
-    def _read(self, name: str, rows: tuple[int, int] | None = None, cols: tuple[int, int] | None = None) -> Tensor:
-        return self.checkpoint.tensor(name, rows=rows, cols=cols, dtype=self.ops.dtype)
+    def _read(self, name: str, shape: tuple[int, ...], rows: Part | None = None, cols: Part | None = None) -> Tensor:
+        """This rank's [rows, cols] of a tensor of `shape`; an empty part (a rank without heads) is read from nowhere."""
+        asked = zip((rows, cols), shape, strict=False)
+        part = [p[1] - p[0] if p else n for p, n in asked]
+        if 0 in part:
+            return torch.empty(part, dtype=self.ops.dtype)
+        cut = [slice(*p) if p else None for p in (rows, cols)]
+        return self.checkpoint.tensor(name, shape, rows=cut[0], cols=cut[1], dtype=self.ops.dtype)
 
-    def _vector(self, name: str) -> Tensor:
-        return self.ops.tensor(self._read(name))
+    def norm_weight(self, name: str, size: int) -> Any:
+        return self.ops.norm_weight(self._read(name, (size,)), self.config.eps)
 
     def _layer(self, i: int, heads: Heads, rotary: Tensor) -> Layer:
         c, ops, prefix = self.config, self.ops, f"model.layers.{i}."
         d = c.head_dim
-        q, kv = (heads.q_start * d, heads.q_stop * d), (heads.kv_start * d, heads.kv_stop * d)
-        parts = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-        qkv = torch.cat([self._read(f"{prefix}self_attn.{name}.weight", rows=part) for name, part in parts])
-        bias = None
-        if c.attention_bias:
-            bias = torch.cat([self._read(f"{prefix}self_attn.{name}.bias", rows=part) for name, part in parts])
-        mlp = c.mlp_columns(ops.shard)
-        gate, up = (self._read(f"{prefix}mlp.{name}.weight", rows=mlp) for name in ("gate_proj", "up_proj"))
-        gated_bias = None
-        if c.mlp_bias:
-            gated_bias = self._read(f"{prefix}mlp.gate_proj.bias", rows=mlp), self._read(f"{prefix}mlp.up_proj.bias", rows=mlp)
         q_norm, k_norm = self.qk_norms(prefix + "self_attn.")
+        mlp = c.mlp_columns(ops.shard)
+        q = (heads.q_start * d, heads.q_stop * d)
         return Layer(
-            norm=self._vector(prefix + "input_layernorm.weight"),
-            qkv=ops.weight(qkv, bias),
-            attention=Attention(i, heads, d, d**-0.5, rotary, q_norm, k_norm, c.eps),
-            out=self._row_parallel(prefix + "self_attn.o_proj", q, c.output_bias),
-            mlp_norm=self._vector(prefix + "post_attention_layernorm.weight"),
-            gate_up=ops.gated_weight(gate, up, gated_bias),
-            down=self._row_parallel(prefix + "mlp.down_proj", mlp, c.mlp_bias),
+            norm=self.norm_weight(prefix + "input_layernorm.weight", c.hidden),
+            qkv=self._qkv(prefix + "self_attn.", heads),
+            attention=Attention(i, heads, d, d**-0.5, rotary, q_norm, k_norm),
+            out=self._row_parallel(prefix + "self_attn.o_proj", c.queries * d, q, c.output_bias),
+            mlp_norm=self.norm_weight(prefix + "post_attention_layernorm.weight", c.hidden),
+            gate_up=self._gate_up(prefix + "mlp.", mlp),
+            down=self._row_parallel(prefix + "mlp.down_proj", c.intermediate, mlp, c.mlp_bias),
         )
 
-    def _row_parallel(self, name: str, cols: tuple[int, int], bias: bool) -> Any:
+    def _qkv(self, prefix: str, heads: Heads) -> Any:
+        """Queries, keys and values of this rank's heads as one layer."""
+        c = self.config
+        q = (heads.q_start * c.head_dim, heads.q_stop * c.head_dim)
+        kv = (heads.kv_start * c.head_dim, heads.kv_stop * c.head_dim)
+        parts = [("q_proj", c.queries, q), ("k_proj", c.keys, kv), ("v_proj", c.keys, kv)]
+        weight = torch.cat([self._read(f"{prefix}{name}.weight", (n * c.head_dim, c.hidden), part) for name, n, part in parts])
+        if not c.attention_bias:
+            return self.ops.weight(weight)
+        return self.ops.weight(weight, torch.cat([self._read(f"{prefix}{n}.bias", (k * c.head_dim,), p) for n, k, p in parts]))
+
+    def _gate_up(self, prefix: str, part: Part) -> Any:
+        c, names = self.config, ("gate_proj", "up_proj")
+        gate, up = (self._read(f"{prefix}{name}.weight", (c.intermediate, c.hidden), part) for name in names)
+        if not c.mlp_bias:
+            return self.ops.gated_weight(gate, up)
+        gate_bias, up_bias = (self._read(f"{prefix}{name}.bias", (c.intermediate,), part) for name in names)
+        return self.ops.gated_weight(gate, up, (gate_bias, up_bias))
+
+    def _row_parallel(self, name: str, width: int, part: Part, bias: bool) -> Any:
         """A layer whose input is split: every rank holds all outputs, so only rank 0 carries the bias."""
-        b = self._read(name + ".bias") if bias and self.ops.shard.rank == 0 else None
-        return self.ops.weight(self._read(name + ".weight", cols=cols), b)
+        hidden = self.config.hidden
+        b = self._read(name + ".bias", (hidden,)) if bias and self.ops.shard.rank == 0 else None
+        return self.ops.weight(self._read(name + ".weight", (hidden, width), cols=part), b)

@@ -1,6 +1,6 @@
-"""Dense Qwen3: Llama with an RMSNorm on every query and key head and no bias on the attention's output."""
+"""Dense Qwen3: Llama with an RMSNorm on every query and key head."""
 
-from torch import Tensor
+from typing import Any
 
 from slipstream.models.llama import DenseConfig, Llama
 
@@ -11,5 +11,6 @@ class Qwen3(Llama):
     def read_config(self, config: dict) -> DenseConfig:
         return DenseConfig.read({"head_dim": 128, **config})
 
-    def qk_norms(self, prefix: str) -> tuple[Tensor | None, Tensor | None]:
-        return self._vector(prefix + "q_norm.weight"), self._vector(prefix + "k_norm.weight")
+    def qk_norms(self, prefix: str) -> tuple[Any, Any]:
+        d = self.config.head_dim
+        return self.norm_weight(prefix + "q_norm.weight", d), self.norm_weight(prefix + "k_norm.weight", d)

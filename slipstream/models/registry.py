@@ -4,12 +4,14 @@ from typing import Any
 
 from slipstream.errors import ModelError
 from slipstream.models.llama import Llama
+from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
 from slipstream.ops.interface import Ops
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Llama,
+    "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
 }
 

@@ -19,7 +19,7 @@ from slipstream.layers.shard import Heads, Shard
 class Attention:
     """One layer's attention, as its operation needs it.
 
-    `q_norm`, `k_norm` [head_dim] are RMSNorm weights applied to each head before rotation (Qwen3), or None.
+    `q_norm`, `k_norm` are prepared RMSNorm weights [head_dim] applied to each head before rotation (Qwen3), or None.
     `rotary` [max_len, head_dim] float32: cosines of a position in the first half, sines in the second; rotation pairs
     element i with i + head_dim / 2 (the "rotate half" form of the Hugging Face checkpoints).
     """
@@ -29,9 +29,8 @@ class Attention:
     head_dim: int
     scale: float
     rotary: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 1e-6
+    q_norm: Any = None
+    k_norm: Any = None
 
 
 class Step(Protocol):
@@ -56,15 +55,19 @@ class Ops(Protocol):
         """Prepares two [width, in] parts for `swiglu`."""
         ...
 
+    def norm_weight(self, tensor: Tensor, eps: float) -> Any:
+        """Prepares an RMSNorm's weight and epsilon for `norm` and `add_norm`."""
+        ...
+
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Puts a small tensor (a norm's weight, a rotary table) on the device as it is."""
+        """Puts a tensor (an embedding, a rotary table) on the device as it is."""
         ...
 
     def embed(self, table: Tensor, first: int, step: Step) -> Tensor:
         """Rows of the embedding for step.ids, summed over the ranks: this rank holds ids [first, first + len(table))."""
         ...
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Any) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""
         ...
 
@@ -84,7 +87,7 @@ class Ops(Protocol):
         """silu(x gate^T) * (x up^T), this rank's columns."""
         ...
 
-    def add_norm(self, x: Tensor, weight: Any, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, weight: Any, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         """The row-parallel end of a block: residual + sum over ranks of x weight^T; returns it and its RMSNorm.
 
         `residual` may be overwritten. x is [T, this rank's columns], possibly [T, 0]; the weight's bias is added once.
