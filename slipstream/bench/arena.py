@@ -34,7 +34,7 @@ def memcpy_seconds(nbytes: int, turns: int) -> float:
 
 
 def send(arena: Arena, sock: socket.socket, nbytes: int, turns: int) -> list[float]:
-    """Sends `turns` tensors, the next one when the last was taken; the seconds from before each put to the reader's having it."""
+    """Sends `turns` tensors, the next one when the last was taken; seconds from before a put to the reader's having it."""
     own, times = np.full(nbytes, 7, np.uint8), []
     for _ in range(turns):
         t0 = time.monotonic()

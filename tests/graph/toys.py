@@ -1,0 +1,60 @@
+"""Small components and a driver for tests of the graph."""
+
+import numpy as np
+
+from slipstream.graph.model import Component, Port
+from slipstream.graph.work import Result, Work
+
+
+def component(name, inputs, outputs, role="function", **kw):
+    ports = {p: Port(*k.split("/")) for p, k in inputs.items()}
+    return Component(name, role, ports, outputs, step=kw.pop("step", "tests.graph.toys:unused"), **kw)
+
+
+class Counter:
+    """Emits start, start+1, ... one number a step; `upto` numbers, or for ever. Its state is the next number."""
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, rows):
+        self.batches.append([(r.id, r.walk) for r in rows])
+        out = []
+        for r in rows:
+            n = r.branches[0] if r.branches[0] is not None else int(r.inputs["start"].data[0])
+            upto = r.params.get("upto", 1 << 30)
+            out.append(Result({"number": np.array([n])}, state=n + 1, again=n + 1 < upto, done=n + 1 >= upto))
+        return out
+
+
+class Echo:
+    """Passes each chunk of its one input on, joined with nothing."""
+
+    def __init__(self, port_in="x", port_out="y"):
+        self.ports, self.seen = (port_in, port_out), []
+
+    def __call__(self, rows):
+        self.seen += [(r.id, r.inputs[self.ports[0]]) for r in rows if self.ports[0] in r.inputs]
+        return [Result({self.ports[1]: r.inputs[self.ports[0]].data}) for r in rows]
+
+
+class Adder:
+    """A loop's body: adds 1 to what is fed back, says stop at `limit`."""
+
+    def __call__(self, rows):
+        out = []
+        for r in rows:
+            x = r.inputs["back"].data if "back" in r.inputs else r.inputs["x"].data
+            limit = r.params.get("limit", 1 << 30)
+            out.append(Result({"y": x + 1, "stop": bool(x[0] + 1 >= limit)}))
+        return out
+
+
+def drive(work: Work, limit=10_000):
+    """Steps until nothing is ready. Fails if it never ends."""
+    for _ in range(limit):
+        taken = work.take()
+        if taken is None:
+            return
+        work.settle(*taken, work.run(*taken))
+    raise AssertionError("the work never ends")
