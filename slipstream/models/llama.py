@@ -153,8 +153,7 @@ class Llama:
         part = [p[1] - p[0] if p else n for p, n in asked]
         if 0 in part:
             return torch.empty(part, dtype=self.ops.dtype)
-        cut = [slice(*p) if p else None for p in (rows, cols)]
-        return self.checkpoint.tensor(name, shape, rows=cut[0], cols=cut[1], dtype=self.ops.dtype)
+        return self.checkpoint.tensor(name, shape, rows=rows, cols=cols, dtype=self.ops.dtype)
 
     def norm_weight(self, name: str, size: int) -> Any:
         return self.ops.norm_weight(self._read(name, (size,)), self.config.eps)

@@ -1,0 +1,209 @@
+"""The CPU executor: one worker thread per rank is its in-order stream (DESIGN.md §5).
+
+Calls only put work into a queue; the worker thread owns the model, the cache and the slot tables, and nobody else touches them.
+Arrived outcomes are announced on an eventfd.
+"""
+
+import collections
+import os
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.device.cpu_memory import default_pages, page_bytes, resolve_dtype, threads_per_rank
+from slipstream.device.executor import Batch, Capacity, Outcome, StepFailed
+from slipstream.device.tables import SlotTables
+from slipstream.errors import ConfigError
+from slipstream.layers.shard import Shard
+from slipstream.log.request import Request, TokenLogprobs
+from slipstream.models.registry import build
+from slipstream.ops.collective import Collective
+from slipstream.ops.paged import build_step
+from slipstream.ops.plain import PlainOps
+from slipstream.ops.sampler import Sampler, SampleRow
+from slipstream.rank.board import BoardWriter
+
+_PROMPT_ROWS = 64  # positions whose whole logits are held at once for prompt log probabilities
+
+
+class CpuExecutor:
+    """A `device.executor.Executor`. Loads the rank's part of the model when made."""
+
+    def __init__(
+        self, checkpoint: Any, config: EngineConfig, shard: Shard, collective: Collective, board: BoardWriter | None = None
+    ):
+        """Raises ModelError for a model that cannot be built and ConfigError for a length beyond the model's own."""
+        self.config, self.shard, self.collective, self.board = config, shard, collective, board
+        self.threads = threads_per_rank(shard.size)
+        torch.set_num_threads(self.threads)
+        self.dtype = resolve_dtype(config.dtype)
+        self.ops = PlainOps(self.dtype, shard, collective)
+        with torch.inference_mode():
+            self.model = build(checkpoint, self.ops, config.max_model_len)
+        if config.max_model_len and config.max_model_len > self.model.max_len:
+            raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
+        self.sampler = Sampler(collective, self.model.vocab)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._arrived: collections.deque[Outcome] = collections.deque()
+        self._failure: str | None = None
+        self._pending: _Pending | None = None
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
+
+    def capacity(self) -> Capacity:
+        c, block = self.config, self.config.block_size
+        each = page_bytes(self.model.cache, block, self.dtype)
+        max_len = c.max_model_len or self.model.max_len
+        wanted = c.max_num_seqs * -(-max_len // block)
+        if c.kv_cache_memory_bytes is not None:
+            pages = c.kv_cache_memory_bytes // each if each else wanted
+        else:
+            pages = default_pages(each, wanted, self.shard.size)
+        if pages < 1:
+            raise ConfigError(f"--kv-cache-memory-bytes: one page of {block} tokens needs {each} bytes")
+        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.ops.weight_bytes)
+
+    def start(self, pages: int, slots: int, max_len: int) -> None:
+        self.block = self.config.block_size
+        self.tables = SlotTables(slots, max_len, self.block)
+        shape = self.model.cache
+        # calloc: pages that were never written take no memory, and the null page is zero
+        size = (pages + 1) * page_bytes(shape, self.block, self.dtype) // max(1, shape.layers)
+        self.caches = [
+            torch.from_numpy(np.zeros(size, np.uint8))
+            .view(self.dtype)
+            .view(pages + 1, self.block, 2 * shape.heads, shape.head_dim)
+            for _ in range(shape.layers)
+        ]
+        self._thread.start()
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._work.put(lambda: self.tables.admit(slot, request))
+
+    def launch(self, batch: Batch) -> None:
+        def work() -> None:
+            self._forward(batch)
+            self._sample(batch.seq, {}, frozenset())
+
+        self._work.put(work)
+
+    def launch_forward(self, batch: Batch) -> None:
+        self._work.put(lambda: self._forward(batch))
+
+    def launch_sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
+        self._work.put(lambda: self._sample(seq, masks, discarded))
+
+    def outcomes(self) -> list[Outcome]:
+        try:
+            os.eventfd_read(self._bell)
+        except BlockingIOError:
+            pass
+        failure = self._failure  # read before the outcomes: those before the failure are there once it is
+        out = []
+        while self._arrived:
+            out.append(self._arrived.popleft())
+        if failure is not None:
+            if not out:
+                raise StepFailed(failure)
+            os.eventfd_write(self._bell, 1)
+        return out
+
+    def fileno(self) -> int:
+        return self._bell
+
+    def close(self) -> None:
+        """Ends the worker after what is queued. A worker that waits for a dead peer is left to the process's end."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        if not self._thread.is_alive():
+            os.close(self._bell)
+
+    # The worker thread's own; everything below runs there.
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.threads)
+        with torch.inference_mode():
+            while (work := self._work.get()) is not None:
+                try:
+                    work()
+                except BaseException:
+                    self._failure = traceback.format_exc()
+                    os.eventfd_write(self._bell, 1)
+                    return
+
+    def _forward(self, batch: Batch) -> None:
+        start = time.monotonic_ns()
+        tables = self.tables
+        tables.write_pages(batch.pages)
+        ids = tables.ids(batch.slots, batch.starts, batch.counts)
+        step = build_step(ids, batch.slots, batch.starts, batch.counts, tables.pages, self.caches, self.dtype, self.block)
+        hidden = self.model.forward(step)
+        pending = _Pending(batch, start)
+        last = np.cumsum(batch.counts)[batch.samples] - 1
+        if len(last):
+            every = len(last) == hidden.shape[0]
+            pending.logits = self.model.logits(hidden if every else hidden[torch.from_numpy(last.astype(np.int64))])
+        self._prompt_logprobs(batch, hidden, pending)
+        self._pending = pending
+
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor, pending: "_Pending") -> None:
+        """Position p of a prompt is judged by the logits of p - 1; the prompt's last row judges the first generated token."""
+        at = 0
+        for slot, start, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
+            first, at = at, at + count
+            top = self.tables.sampling[slot].prompt_logprobs
+            judged = min(start + count, int(self.tables.prompt_len[slot]) - 1) - start
+            if top < 0 or judged <= 0:
+                continue
+            rows: list[TokenLogprobs] = []
+            targets = self.tables.tokens[slot, start + 1 : start + 1 + judged]
+            for i in range(0, judged, _PROMPT_ROWS):
+                few = targets[i : i + _PROMPT_ROWS]
+                logits = self.model.logits(hidden[first + i : first + i + len(few)])
+                self.sampler.prompt_logprobs(logits, slot, few, top, rows)
+            pending.prompt_logprobs[slot] = (start + 1, rows)
+
+    def _sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None and pending.batch.seq == seq
+        batch, tables = pending.batch, self.tables
+        slots = batch.slots[batch.samples]
+        ends = (batch.starts + batch.counts)[batch.samples]
+        keep = [i for i, slot in enumerate(slots.tolist()) if slot not in discarded]
+        rows = [
+            SampleRow(s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks.get(s))
+            for s, end in zip(slots[keep].tolist(), ends[keep].tolist(), strict=True)
+        ]
+        tokens = np.full(len(slots), -1, np.int32)
+        outcome = Outcome(seq, tokens, prompt_logprobs=pending.prompt_logprobs)
+        if rows:
+            assert pending.logits is not None
+            sampled = self.sampler.sample(pending.logits if len(keep) == len(slots) else pending.logits[keep], rows)
+            tokens[keep] = sampled.tokens
+            tables.tokens[slots[keep], ends[keep]] = np.maximum(sampled.tokens, 0)
+            outcome.logprobs.update((keep[i], found) for i, found in sampled.logprobs.items())
+            outcome.errors.update((keep[i], why) for i, why in sampled.errors.items())
+        if self.board is not None:
+            self.board.set("collective", self.collective.entered)
+            self.board.device_span(pending.start, time.monotonic_ns(), seq, self.collective.entered)
+        self._arrived.append(outcome)
+        os.eventfd_write(self._bell, 1)
+
+
+class _Pending:
+    """A step between its forward and its sampling."""
+
+    def __init__(self, batch: Batch, start: int):
+        self.batch = batch
+        self.start = start  # monotonic nanoseconds
+        self.logits: Tensor | None = None
+        self.prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = {}

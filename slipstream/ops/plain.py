@@ -1,0 +1,143 @@
+"""The operations in plain PyTorch: the CPU's own, and the reference that other devices' kernels are tested against.
+
+Linear layers are packed once for oneDNN where it has kernels for the type (twice as fast as `F.linear` at few rows); their
+residual sums and gates ride along as post-operations.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.layers.shard import Shard
+from slipstream.ops.collective import Collective, Solo
+from slipstream.ops.interface import Attention
+from slipstream.ops.paged import PagedStep, paged_attention
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+
+class Linear(NamedTuple):
+    """A linear layer's part. `packed` is in oneDNN's own layout, or None where `dense` is used as it is."""
+
+    packed: Tensor | None
+    dense: Tensor | None
+    bias: Tensor | None
+
+
+class Norm(NamedTuple):
+    """x / hypot(|x|, floor) * scale is the RMSNorm of x: scale is weight * sqrt(width), floor is sqrt(eps * width)."""
+
+    scale: Tensor  # float32 [width]
+    floor: Tensor  # float32 []
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed linear layers for this type on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
+
+
+class PlainOps:
+    """An `ops.interface.Ops` on the CPU. `weight_bytes` counts what the prepared weights take."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, dtype: torch.dtype, shard: Shard | None = None, collective: Collective | None = None):
+        self.dtype = dtype
+        self.shard = shard or Shard()
+        self.collective = collective or Solo()
+        self.packs = packs(dtype)
+        self.weight_bytes = 0
+
+    def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
+        self.weight_bytes += tensor.nbytes + (bias.nbytes if bias is not None else 0)
+        if self.packs and tensor.numel():
+            return Linear(torch.ops.mkldnn._reorder_linear_weight(tensor, None), None, bias)
+        return Linear(None, tensor, bias)
+
+    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> tuple[Linear, Linear]:
+        return self.weight(gate, bias and bias[0]), self.weight(up, bias and bias[1])
+
+    def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
+        width = tensor.numel()
+        self.weight_bytes += 4 * width
+        return Norm(tensor.float() * math.sqrt(width), torch.tensor(math.sqrt(eps * width)))
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        self.weight_bytes += tensor.nbytes
+        return tensor
+
+    def embed(self, table: Tensor, first: int, step: PagedStep) -> Tensor:
+        if self.shard.size == 1:
+            return table.index_select(0, step.ids)
+        local = step.ids - first
+        elsewhere = (local < 0) | (local >= table.shape[0])
+        rows = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
+        return self.collective.all_reduce_sum(rows)
+
+    def norm(self, x: Tensor, weight: Norm) -> Tensor:
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+        return torch.mul(x / torch.hypot(length, weight.floor), weight.scale, out=torch.empty_like(x))
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        if weight.packed is not None:
+            return _linear(x, weight.packed, weight.bias, "none", [], "")
+        return F.linear(x, weight.dense, weight.bias)  # type: ignore[arg-type]
+
+    def attention(self, qkv: Tensor, spec: Attention, step: PagedStep) -> Tensor:
+        heads, dim = spec.heads, spec.head_dim
+        if not heads.queries:
+            return qkv
+        x = qkv.view(qkv.shape[0], -1, dim)
+        turned = heads.queries + heads.keys
+        if spec.q_norm is not None:
+            x[:, : heads.queries] = self.norm(x[:, : heads.queries], spec.q_norm)
+            x[:, heads.queries : turned] = self.norm(x[:, heads.queries : turned], spec.k_norm)
+        cos, sin = self._rotation(spec.rotary, step)
+        x_rot = x[:, :turned]
+        torch.addcmul(x_rot * cos, x_rot.roll(dim // 2, -1), sin, out=x_rot)
+        return paged_attention(x, spec, step)
+
+    def _rotation(self, rotary: Tensor, step: PagedStep) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [T, 1, head_dim] for x * cos + roll(x) * sin; made once a step."""
+        found = step.rotations.get(id(rotary))
+        if found is None:
+            cos, sin = rotary.index_select(0, step.positions).to(self.dtype).unsqueeze(1).chunk(2, -1)
+            found = step.rotations[id(rotary)] = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        return found
+
+    def swiglu(self, x: Tensor, weight: tuple[Linear, Linear]) -> Tensor:
+        gate, up = weight
+        if gate.packed is None or up.packed is None:
+            return F.silu(self.linear(x, gate)).mul_(self.linear(x, up))
+        gated = _linear(x, gate.packed, gate.bias, "swish", [], "")
+        return _linear_binary(x, gated, up.packed, up.bias, "mul")
+
+    def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        """Rank 0 adds the residual to its part before the sum, so the sum is the new residual on every rank."""
+        if self.shard.rank == 0:
+            residual = self._linear_add(x, weight, residual)
+        elif x.shape[1]:
+            residual = self.linear(x, weight)
+        else:
+            residual = torch.zeros_like(residual)
+        if self.shard.size > 1:
+            self.collective.all_reduce_sum(residual)
+        return residual, self.norm(residual, norm)
+
+    def _linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+        if weight.packed is not None:
+            return _linear_binary(x, residual, weight.packed, weight.bias, "add")
+        if not x.shape[1]:
+            return residual
+        return F.linear(x, weight.dense, weight.bias).add_(residual)  # type: ignore[arg-type]
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        return self.linear(hidden, head).float()

@@ -1,0 +1,143 @@
+"""What the sampling parameters of a request do to one row of logits, and the random draw: plain NumPy and PyTorch on the CPU.
+
+The order is vLLM's: bad words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p, then the draw. Log probabilities
+are of the raw logits, before all of these.
+
+The draw is Gumbel-max: the token is argmax over ids of logits / temperature + gumbel, where the noise of an id depends on (seed, choice,
+position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks and in any mode.
+The noise is exactly this, in arithmetic modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
+
+    mix(x):   x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^ x >> 31
+    key:      mix(mix(mix(seed) ^ choice) ^ position), k0 its low and k1 its high 32 bits        (SplitMix64's output function)
+    bits(id): h = id * 0x9E3779B1 + k0; h = (h ^ h >> 16) * 0x7FEB352D; h = (h ^ h >> 15) + k1; h = h * 0x846CA68B;
+              h = (h ^ h >> 16) * 0x7FEB352D; h = (h ^ h >> 15) * 0x846CA68B; h = h ^ h >> 16
+    gumbel:   v = (float(bits >> 1) + 0.5) * 2^-31, at most 1 - 2^-24; -log(-log1p(-v))          (float32)
+
+`position` is that of the token to be drawn: the first token after a prompt of n tokens has position n.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.log.request import Sampling, TokenLogprobs
+
+_U64 = 0xFFFFFFFFFFFFFFFF
+
+
+def mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _U64
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _U64
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & _U64
+    return x ^ x >> 31
+
+
+def draw_key(seed: int, choice: int, position: int) -> tuple[int, int]:
+    """The two 32-bit words that all noise of one draw is keyed by."""
+    key = mix(mix(mix(seed & _U64) ^ choice) ^ position)
+    return key & 0xFFFFFFFF, key >> 32
+
+
+def noise_bits(keys: list[tuple[int, int]], first: int, count: int) -> np.ndarray:
+    """uint32 [len(keys), count]: the bits of ids first, first + 1, ... for each key."""
+    k0, k1 = (np.array(k, np.uint32)[:, None] for k in zip(*keys, strict=True))
+    h = np.arange(first, first + count, dtype=np.uint32)[None, :] * np.uint32(0x9E3779B1) + k0
+    t = np.empty_like(h)
+    for shift, factor, add in ((16, 0x7FEB352D, None), (15, 0x846CA68B, k1), (16, 0x7FEB352D, None), (15, 0x846CA68B, None)):
+        np.right_shift(h, np.uint32(shift), out=t)
+        np.bitwise_xor(h, t, out=h)
+        if add is not None:
+            np.add(h, add, out=h)
+        np.multiply(h, np.uint32(factor), out=h)
+    np.right_shift(h, np.uint32(16), out=t)
+    return np.bitwise_xor(h, t, out=h)
+
+
+def gumbel(bits: np.ndarray) -> Tensor:
+    """float32 noise of the same shape."""
+    v = torch.from_numpy((bits >> np.uint32(1)).view(np.int32)).float()
+    v.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def unpack_mask(mask: np.ndarray, first: int, count: int) -> Tensor:
+    """bool [count]: which of the ids first, first + 1, ... a uint32 bit mask allows (bit i of word w is id 32 w + i)."""
+    bits = np.unpackbits(np.ascontiguousarray(mask, "<u4").view(np.uint8), bitorder="little")
+    return torch.from_numpy(bits[first : first + count].view(np.bool_))
+
+
+def token_logprobs(logits: Tensor, tokens: list[int], top: list[int]) -> list[TokenLogprobs]:
+    """Log probabilities of one token in each row of raw logits float32 [n, vocab], with the `top[i]` best of the row."""
+    logs = logits.log_softmax(-1)
+    own = logs.gather(1, torch.tensor(tokens)[:, None])
+    ranks = (logs > own).sum(-1).add_(1).tolist()
+    most = max(top)
+    values, ids = logs.topk(most, -1) if most else (logs[:, :0], torch.zeros(len(tokens), 0, dtype=torch.int64))
+    rows = zip(own[:, 0].tolist(), ranks, ids.tolist(), values.tolist(), top, strict=True)
+    return [TokenLogprobs(value, rank, best[:k], logs[:k]) for value, rank, best, logs, k in rows]
+
+
+def adjust(logits: Tensor, sampling: Sampling, tokens: np.ndarray, prompt_len: int) -> None:
+    """Everything before the temperature, in place on one row float32 [vocab].
+
+    `tokens` int32 are the row's prompt and all tokens generated so far. Presence and frequency penalties count generated tokens,
+    the repetition penalty both (as vLLM and transformers have it); bad words match generated tokens only.
+    """
+    output = tokens[prompt_len:]
+    for word in sampling.bad_words:
+        n = len(word) - 1
+        if n == 0 or (len(output) >= n and tuple(output[len(output) - n :].tolist()) == word[:-1]):
+            logits[word[-1]] = -torch.inf
+    if len(output) < sampling.min_tokens and sampling.stop_ids:
+        logits[list(sampling.stop_ids)] = -torch.inf
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias, strict=True)
+        logits[list(ids)] += torch.tensor(values)
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(tokens).astype(np.int64))
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(output):
+        ids, counts = np.unique(output, return_counts=True)
+        weights = sampling.frequency_penalty * counts + sampling.presence_penalty
+        logits[torch.from_numpy(ids.astype(np.int64))] -= torch.from_numpy(weights.astype(np.float32))
+
+
+def restrict(scores: Tensor, sampling: Sampling) -> None:
+    """min_p, top_k and top_p, in place on one row of logits / temperature float32 [vocab]. At least one token stays."""
+    if sampling.min_p > 0.0:
+        scores.masked_fill_(scores < scores.max() + np.log(sampling.min_p), -torch.inf)
+    if 0 < sampling.top_k < scores.numel():
+        scores.masked_fill_(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1.0:
+        scores.masked_fill_(scores < _top_p_floor(scores, sampling.top_p), -torch.inf)
+
+
+def _top_p_floor(scores: Tensor, top_p: float) -> Tensor:
+    """The score of the last token that is needed for a mass of `top_p`. Looks at a few best first; ties with the last one stay."""
+    total = scores.logsumexp(-1)
+    for few in (256, scores.numel()):
+        best = scores.topk(min(few, scores.numel())).values
+        before = (best - total).exp().cumsum(0).roll(1)
+        before[0] = 0.0
+        kept = int((before < top_p).sum())
+        if kept < len(best) or few >= scores.numel():
+            return best[max(kept, 1) - 1]
+    raise AssertionError("the whole vocabulary was looked at")
+
+
+def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
+    """The token of one adjusted row, drawn for `position`; the lowest id among equals. -1 where no token is allowed."""
+    if sampling.temperature > 0.0:
+        logits = logits / sampling.temperature
+        restrict(logits, sampling)
+        logits += gumbel(noise_bits([draw_key(sampling.seed, sampling.choice, position)], 0, logits.numel()))[0]
+    best, id = best_of(logits[None])
+    return int(id[0]) if np.isfinite(best[0]) else -1
+
+
+def best_of(scores: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The best score float32 [n] of each row float32 [n, count] and its lowest index int64 [n]. A NaN wins, so that it is noticed."""
+    rows = scores.contiguous().numpy()
+    ids = rows.argmax(-1)
+    return rows[np.arange(len(ids)), ids], ids
