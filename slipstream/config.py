@@ -86,6 +86,11 @@ class ServerConfig:
     log_level: str = option("info", "verbosity", choices=("debug", "info", "warning", "error"))
 
 
+def served_name(engine: EngineConfig, server: ServerConfig) -> str:
+    """The model's name in the API: --served-model-name, else the model as it was asked for."""
+    return server.served_model_name or engine.model
+
+
 def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 

@@ -4,7 +4,9 @@ For load, protocol and fault tests at scale, and to measure the host's cost. A t
 choice and the token's position, so every mode, batch and rank gives the same ones.
 """
 
+import json
 import os
+import pathlib
 import threading
 import time
 import zlib
@@ -138,3 +140,12 @@ class SimExecutor:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+
+def sim_model(model_path: str) -> dict:
+    """The model's config where it has one that is quick to read; the simulated device needs only its sizes."""
+    file = pathlib.Path(model_path) / "config.json"
+    if not file.is_file():
+        return {}
+    model = json.loads(file.read_text())
+    return {**model, **model.get("text_config", {})}

@@ -74,7 +74,7 @@ class LaunchSample(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A follower's reply to the leader."""
+    """This rank's reply to an entry: a follower sends it to the leader, the leader only notes it."""
 
     reply: Reply
 

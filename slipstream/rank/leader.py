@@ -15,6 +15,7 @@ from slipstream.log.replica import Ended, Replica, Settled
 from slipstream.log.request import Request
 from slipstream.rank.events import (
     Aborted,
+    Answer,
     Arrived,
     Effect,
     Event,
@@ -186,7 +187,9 @@ class Leader(Rank):
 
     def answer(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
         self.applied = entry.seq
-        self.sealed[entry.seq] = (self.replica.seal(), existed)
+        digest = self.replica.seal()
+        self.sealed[entry.seq] = (digest, existed)
+        yield Answer(Reply(0, entry.seq, digest, existed))
         for reply in self.early.pop(entry.seq, ()):
             yield from self.compare(reply)
         yield from self.finish()

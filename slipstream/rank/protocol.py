@@ -131,3 +131,59 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 
 ToFrontControl = Hello | Attach | Down | Drain
 ToSupervisor = Listening
+
+
+# Between the supervisor and a rank: one SEQPACKET message each, msgpack, descriptors beside it.
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> rank, first. Descriptors: the board, the collective's memory, then the channel's (memory, event) pairs:
+    on the leader out and back for each follower, on a follower in and back."""
+
+    engine: str  # EngineConfig as JSON
+    model_path: str
+    group: int
+    incarnation: int
+    rank: int
+    size: int
+    block: int  # of the board
+    role: str = ""  # which component a group of another kind than a language model holds
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """Rank -> supervisor: weights are loaded, and this is what fits. `stamp` must be equal on all ranks."""
+
+    pages: int
+    slots: int
+    max_len: int
+    weight_bytes: int
+    stamp: str  # versions and configuration
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> rank: the minimum over the ranks; allocate, warm up, then say Ready."""
+
+    pages: int
+    slots: int
+    max_len: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Rank -> supervisor: the loop is running."""
+
+
+class Front(msgspec.Struct, frozen=True, tag=True):
+    """Supervisor -> leader: one more front end. Descriptor: the stream socket to it."""
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True):
+    """Rank -> supervisor, last: this rank cannot go on, or has seen that another differs."""
+
+    rank: int
+    entry: int
+    reason: str
+    refusal: bool = False  # a mistake of the configuration: do not try again
+
+
+ToRank = Setup | Begin | Front
+FromRank = Loaded | Ready | Fault

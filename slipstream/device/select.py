@@ -1,0 +1,51 @@
+"""Which executor runs a rank. Imports a device's libraries only when that device is asked for."""
+
+import os
+
+from slipstream.config import EngineConfig
+from slipstream.device.executor import Executor
+from slipstream.errors import ConfigError
+from slipstream.rank.board import BoardWriter
+
+
+def build_executor(
+    config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: BoardWriter
+) -> tuple[Executor, dict]:
+    """The executor of one rank, with its weights loaded, and the model's config (Hugging Face's keys).
+
+    `collective` is the descriptor of the memory in which the ranks of this machine sum (unused on CUDA).
+    """
+    if config.device == "sim":
+        from slipstream.device.sim import SimExecutor, sim_model
+
+        model = sim_model(model_path)
+        return SimExecutor(config, model, board), model
+    kind = config.device
+    if kind == "auto":
+        import torch
+
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        from slipstream.device.cuda import build_cuda
+
+        return build_cuda(config, model_path, rank, size, board)
+    if kind == "cpu":
+        return _build_cpu(config, model_path, rank, size, collective, board)
+    raise ConfigError(f"--device {kind} is not known")
+
+
+def _build_cpu(
+    config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: BoardWriter
+) -> tuple[Executor, dict]:
+    from slipstream.device.cpu import CpuExecutor
+    from slipstream.layers.shard import Shard
+    from slipstream.ops.collective import SharedMemory, Solo
+    from slipstream.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(model_path, config.load_format, config.seed)
+    if size == 1:
+        sums = Solo()
+    else:
+        room = os.fstat(collective).st_size - SharedMemory.required_bytes(size, 0)
+        sums = SharedMemory(collective, rank, size, room // (2 * size) // 4096 * 4096)
+    return CpuExecutor(checkpoint, config, Shard(rank, size), sums, board), checkpoint.config

@@ -1,0 +1,59 @@
+"""Control sockets: SEQPACKET pairs that carry msgpack with descriptors; and the rule that children die with their parent."""
+
+import array
+import ctypes
+import os
+import signal
+import socket
+from typing import Any
+
+import msgspec
+
+_PR_SET_PDEATHSIG = 1
+MAX_MESSAGE = 1 << 16
+MAX_DESCRIPTORS = 250
+
+
+class Control:
+    """One end of a control socket. `inward` is the union of messages that arrive here."""
+
+    def __init__(self, sock: socket.socket, inward: Any):
+        self.sock = sock
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(inward).decode
+
+    @classmethod
+    def pair(cls, inward: Any) -> tuple["Control", socket.socket]:
+        """This process's end, and the socket for the child."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours, inward), theirs
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, message: msgspec.Struct, descriptors: tuple[int, ...] | list[int] = ()) -> bool:
+        """False when the other end is gone."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self.sock.sendmsg([self._encode(message)], rights)
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> tuple[Any, list[int]] | None:
+        """The next message and its descriptors; None at the end. Blocks unless the socket is readable."""
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE, MAX_DESCRIPTORS)
+        except OSError:
+            return None
+        return (self._decode(data), list(fds)) if data else None
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent (pid `parent`) ends; ends at once if it already has."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

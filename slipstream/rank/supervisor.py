@@ -1,0 +1,321 @@
+"""The supervisor: parent of all processes of a server. It starts them, watches them, restarts a poisoned group, shuts down.
+
+It imports neither PyTorch nor the HTTP stack, holds no request, and decides by the board and by process ends alone.
+"""
+
+import os
+import pathlib
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream import config
+from slipstream.errors import ConfigError
+from slipstream.rank.board import Board
+from slipstream.rank.control import Control
+from slipstream.rank.group import STACKS, Group, Member, Spec, State, child_environment
+from slipstream.rank.protocol import Attach, Down, Drain, Hello, ToSupervisor
+
+TICK = 0.1  # seconds between looks at the board
+TRIES = 5  # starts in a row that may fail without a token served in between
+BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before the next start
+GRACE = 5.0  # seconds that a drained front end gets to exit
+
+
+@dataclass
+class FrontEnd:
+    process: subprocess.Popen
+    control: Control
+    pidfd: int
+    listening: bool = False
+
+
+def state_folder() -> pathlib.Path:
+    """Where flight records are kept."""
+    cache = os.environ.get("SLIPSTREAM_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "slipstream"
+    )
+    return pathlib.Path(cache) / "flight"
+
+
+class Supervisor:
+    """Runs groups, and front ends where there is a server.
+
+    `on_attach(group, socket)` and `on_down(group, reason)` serve a program that has the engine without HTTP.
+    """
+
+    def __init__(
+        self,
+        specs: list[Spec],
+        board: Board,
+        step_timeout: float,
+        on_attach: Callable[[Attach, socket.socket], None] | None = None,
+        on_down: Callable[[Down], None] | None = None,
+    ):
+        self.board = board
+        self.step_timeout = step_timeout
+        self.groups = [Group(spec, board) for spec in specs]
+        self.fronts: list[FrontEnd] = []
+        self.on_attach, self.on_down = on_attach, on_down
+        self.on_ready: Callable[[], None] | None = None
+        self.drain_timeout = 30.0
+        self.failed = {spec.index: 0 for spec in specs}  # starts in a row
+        self.restart_at: dict[int, float] = {}
+        self.code: int | None = None  # the exit code, once it is known
+        self.draining_until: float | None = None
+        self._attached: dict[int, int] = {}  # group -> incarnation that front ends know of
+        self._selector = selectors.DefaultSelector()
+        self._stop_read, self._stop_write = socket.socketpair()
+        self._stop_read.setblocking(False)
+        self._stop_write.setblocking(False)
+        self._selector.register(self._stop_read, selectors.EVENT_READ, ("stop", None))
+
+    # --- the loop
+
+    def stop(self) -> None:
+        """Asks for an orderly end; from any thread or signal handler."""
+        try:
+            self._stop_write.send(b"s")
+        except OSError:
+            pass
+
+    def run(self) -> int:
+        """Until the end; returns the exit code. Whatever happens, no child outlives this call."""
+        try:
+            for group in self.groups:
+                self._start(group)
+            while self.code is None:
+                for key, _ in self._selector.select(TICK):
+                    self._on(*key.data)
+                self._look()
+            return self.code
+        finally:
+            self._end_all()
+
+    def _on(self, kind: str, who) -> None:
+        if kind == "stop":
+            try:
+                told = self._stop_read.recv(64)
+            except BlockingIOError:
+                return
+            if self.draining_until is not None or len(told) > 1:
+                self.code = 0  # asked twice
+            else:
+                self._drain()
+        elif kind == "rank":
+            group, member = who
+            group.on_message(member)
+        elif kind == "rank end":
+            group, member = who
+            self._selector.unregister(member.pidfd)
+            group.on_exit(member)
+        elif kind == "front":
+            got = who.control.receive()
+            if got is None:
+                self._selector.unregister(who.control)
+            else:
+                who.listening = True
+                self._announce()
+        elif kind == "front end":
+            self._front_ended(who)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for group in self.groups:
+            was = group.state
+            group.check(self.step_timeout)
+            if group.failure is not None and group.members:
+                self._poison(group)
+            elif group.state is State.READY and group.spec.index not in self._attached:
+                self._attach(group)
+            elif was is State.POISONED and now >= self.restart_at.get(group.spec.index, now) and self.code is None:
+                self._start(group)
+        if self.draining_until is not None and (not self.fronts or now > self.draining_until):
+            self.code = 0
+
+    # --- groups
+
+    def _start(self, group: Group) -> None:
+        if self.draining_until is not None:
+            return
+        group.start()
+        for member in group.members:
+            self._selector.register(member.control, selectors.EVENT_READ, ("rank", (group, member)))
+            self._selector.register(member.pidfd, selectors.EVENT_READ, ("rank end", (group, member)))
+
+    def _attach(self, group: Group) -> None:
+        self._attached[group.spec.index] = group.incarnation
+        begin = group.begin
+        assert begin is not None
+        message = Attach(group.spec.index, group.incarnation, begin.pages, begin.slots, begin.max_len)
+        for deliver in (*(self._deliver_to(f) for f in self.fronts), *([self.on_attach] if self.on_attach else [])):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            group.give_front(theirs.fileno())
+            theirs.close()
+            deliver(message, ours)
+        self._announce()
+
+    @staticmethod
+    def _deliver_to(front: FrontEnd) -> Callable[[Attach, socket.socket], None]:
+        def deliver(message: Attach, sock: socket.socket) -> None:
+            front.control.send(message, [sock.fileno()])
+            sock.close()
+
+        return deliver
+
+    def _poison(self, group: Group) -> None:
+        """No more entries: tell the clients' side first, keep the evidence, then clear away and start anew."""
+        index = group.spec.index
+        served = any(self.board.state(group.spec.first_block + m.rank).settled > 0 for m in group.members)
+        self.failed[index] = 1 if served else self.failed[index] + 1
+        wait = BACKOFF[min(self.failed[index] - 1, len(BACKOFF) - 1)]
+        down = Down(index, group.incarnation, group.failure or "", 2.0 + wait)
+        for front in self.fronts:
+            front.control.send(down)
+        if self.on_down is not None:
+            self.on_down(down)
+        self._attached.pop(index, None)
+        self._say(f"group {index} is down: {group.failure}")
+        if not group.refused:
+            group.stacks()
+            time.sleep(STACKS)
+            record = group.record(state_folder())
+            if record is not None:
+                self._say(f"flight record: {record}")
+        for member in group.members:
+            self._forget(member)
+        group.kill()
+        if group.refused or self.failed[index] >= TRIES:
+            self._say("giving up" if not group.refused else "nothing was started")
+            self.code = 2 if group.refused else 1
+        else:
+            self.restart_at[index] = time.monotonic() + wait
+
+    def _forget(self, member: Member) -> None:
+        for thing in (member.control, member.pidfd):
+            try:
+                self._selector.unregister(thing)
+            except KeyError:
+                pass
+
+    # --- front ends
+
+    def add_front(self, module: str, hello: Hello, descriptors: list[int]) -> None:
+        """Starts a front-end process; it learns of each group as that becomes ready."""
+        control, theirs = Control.pair(ToSupervisor)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--control-fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=child_environment(),
+        )
+        theirs.close()
+        control.send(hello, descriptors)
+        front = FrontEnd(process, control, os.pidfd_open(process.pid))
+        self.fronts.append(front)
+        self._selector.register(control, selectors.EVENT_READ, ("front", front))
+        self._selector.register(front.pidfd, selectors.EVENT_READ, ("front end", front))
+
+    def _front_ended(self, front: FrontEnd) -> None:
+        self._selector.unregister(front.pidfd)
+        code = front.process.wait()
+        os.close(front.pidfd)
+        self.fronts.remove(front)
+        if self.draining_until is None:
+            self._say(f"a front end ended with {code}; shutting down")
+            self.code = 1
+
+    def _announce(self) -> None:
+        """Once, when everything is up."""
+        if self.on_ready and all(f.listening for f in self.fronts) and len(self._attached) == len(self.groups):
+            self.on_ready()
+            self.on_ready = None
+
+    def _drain(self) -> None:
+        self.draining_until = time.monotonic() + self.drain_timeout + GRACE
+        self._say(f"draining for up to {self.drain_timeout:g} s")
+        for front in self.fronts:
+            front.control.send(Drain(self.drain_timeout))
+
+    def _end_all(self) -> None:
+        for front in self.fronts:
+            front.process.kill()
+            front.process.wait()
+            front.control.close()
+        for group in self.groups:
+            group.kill()
+        self._selector.close()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)
+
+
+def listen(server: config.ServerConfig) -> socket.socket:
+    """Binds before anything is loaded, so that a taken port is told at once. ConfigError when it cannot."""
+    if server.uds is not None:
+        pathlib.Path(server.uds).unlink(missing_ok=True) if is_stale_socket(server.uds) else None
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address: str | tuple[str, int] = server.uds
+    else:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = (server.host, server.port)
+    try:
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as e:
+        where = server.uds or f"{server.host}:{server.port}"
+        raise ConfigError(f"cannot listen on {where}: {e.strerror}; another --port or --uds may be free") from None
+    return sock
+
+
+def is_stale_socket(path: str) -> bool:
+    """Whether `path` is a socket that nobody listens on."""
+    if not pathlib.Path(path).is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return True
+    return False
+
+
+def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: str) -> int:
+    """Runs a server until SIGTERM or SIGINT; returns the exit code."""
+    sock = listen(server)
+    size = engine.tensor_parallel_size
+    board = Board.create(size)
+    supervisor = Supervisor([Spec(0, engine, model_path, size, 0)], board, engine.step_timeout)
+    supervisor.drain_timeout = server.drain_timeout
+    supervisor.on_ready = lambda: announce(engine, server, sock)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: supervisor.stop())
+    hello = Hello(config.to_json(engine), config.to_json(server), model_path)
+    supervisor.add_front("slipstream.serve.main", hello, [sock.fileno(), board.fd])
+    code = supervisor.run()
+    if server.uds is not None:
+        pathlib.Path(server.uds).unlink(missing_ok=True)
+    return code
+
+
+def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: socket.socket) -> None:
+    """Says where the server is, with a line that can be pasted."""
+    if server.uds is not None:
+        where, curl = server.uds, f"--unix-socket {server.uds} http://localhost"
+    else:
+        host, port = sock.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        where = curl = f"http://{host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
+    name = config.served_name(engine, server)
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    json = "-H 'Content-Type: application/json'"
+    print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)

@@ -1,0 +1,115 @@
+"""A rank's process: `python -m slipstream.rank.worker FD`, where FD is its control socket to the supervisor."""
+
+import faulthandler
+import hashlib
+import os
+import platform
+import signal
+import socket
+import sys
+import time
+import traceback
+
+from slipstream import __version__, config
+from slipstream.errors import ConfigError, ModelError
+from slipstream.rank.board import STATES, Board
+from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
+from slipstream.rank.control import Control, die_with_parent
+from slipstream.rank.protocol import Begin, Fault, Loaded, Ready, Setup, ToRank
+
+
+def main() -> int:
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the supervisor decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # stacks for the supervisor's report
+    control = Control(socket.socket(fileno=int(sys.argv[1])), ToRank)
+    got = control.receive()
+    if got is None:
+        return 0
+    setup, fds = got
+    assert isinstance(setup, Setup)
+    try:
+        return run(control, setup, fds)
+    except (ConfigError, ModelError, MemoryError) as e:
+        control.send(Fault(setup.rank, -1, str(e) or "out of memory", refusal=True))
+    except Exception as e:
+        traceback.print_exc()
+        control.send(Fault(setup.rank, -1, f"rank {setup.rank} could not start: {type(e).__name__}: {e}"))
+    return 1
+
+
+def run(control: Control, setup: Setup, fds: list[int]) -> int:
+    engine = config.from_json(config.EngineConfig, setup.engine)
+    board = Board(fds[0]).writer(setup.block)
+    for name, value in (
+        ("group", setup.group),
+        ("rank", setup.rank),
+        ("incarnation", setup.incarnation),
+        ("state", STATES.index("starting")),
+        ("pid", os.getpid()),
+    ):
+        board.set(name, value)
+
+    from slipstream.device.select import build_executor
+
+    executor, model = build_executor(engine, setup.model_path, setup.rank, setup.size, fds[1], board)
+    capacity = executor.capacity()
+    board.set("weight_bytes", capacity.weight_bytes)
+    control.send(Loaded(capacity.pages, capacity.slots, capacity.max_len, capacity.weight_bytes, stamp(setup.engine, model)))
+    got = control.receive()
+    if got is None:
+        return 0
+    begin, _ = got
+    assert isinstance(begin, Begin)
+    executor.start(begin.pages, begin.slots, begin.max_len)
+    board.set("beat_ns", time.monotonic_ns())
+    driver = build_driver(engine, setup, begin, executor, control, board, fds[2:], model)
+    board.set("state", STATES.index("ready"))
+    control.send(Ready())
+    code = driver.run()
+    os._exit(code)  # device threads may hang in a sum that a dead peer will never finish
+
+
+def stamp(engine: str, model: dict) -> str:
+    """What must be equal on all ranks: code, libraries, configuration, the model's config."""
+    torch = sys.modules.get("torch")
+    libraries = f"{__version__} {platform.python_version()} {getattr(torch, '__version__', '-')}"
+    return f"{libraries} {hashlib.blake2b((engine + repr(sorted(model))).encode(), digest_size=8).hexdigest()}"
+
+
+def build_driver(engine, setup: Setup, begin: Begin, executor, control, board, fds: list[int], model: dict):
+    from slipstream.log.replica import Limits, Replica
+    from slipstream.rank.driver import FollowerDriver, LeaderDriver, spare_cores
+    from slipstream.rank.leader import Leader
+    from slipstream.rank.loop import Rank
+    from slipstream.schedule.budget import Budget
+    from slipstream.schedule.planner import Planner
+
+    limits = Limits(begin.pages, begin.slots, begin.max_len, engine.block_size, engine.enable_prefix_caching)
+    replica = Replica(limits)
+    rings = [Ring(fds[i], fds[i + 1]) for i in range(0, len(fds), 2)]
+    spare = spare_cores(setup.size)
+    if setup.rank:
+        channel = FollowerEnd(rings[0], rings[1])
+        return FollowerDriver(Rank(setup.rank, replica), executor, control, board, channel, spare)
+    target = engine.target_itl_ms
+    if target is None:
+        target = default_target_itl_ms(engine.device)
+    budget = Budget(engine.max_num_batched_tokens, target * 1e-3)
+    planner = Planner(replica, budget, engine.max_queue)
+    leader = Leader(replica, planner, setup.size, engine.scheduling == "async")
+    channel = LeaderEnd(rings[0::2], rings[1::2], engine.step_timeout)
+    return LeaderDriver(leader, executor, control, board, channel, spare)
+
+
+def default_target_itl_ms(device: str) -> float:
+    """16 ms on a GPU and on the simulated device, 100 ms on a CPU."""
+    if device == "auto":
+        torch = sys.modules.get("torch")
+        device = "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
+    return 100.0 if device == "cpu" else 16.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
