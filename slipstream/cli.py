@@ -8,6 +8,7 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -35,6 +36,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> typing.NoReturn:
+        wrong = re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            choices = [c.strip(" '") for c in wrong[3].split(",")]
+            near = difflib.get_close_matches(wrong[2], choices, 1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+            message = f"{wrong[1]}: unknown {wrong[2]!r}; {hint}"
         raise ConfigError(f"{self.prog}: {message} (see {self.prog} --help)")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
