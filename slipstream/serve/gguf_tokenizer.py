@@ -1,0 +1,92 @@
+"""A fast tokenizer from a GGUF file's own metadata. Reads the header only; no torch, no transformers.
+
+The splitting patterns are those of the models' published tokenizer.json files, by the name that llama.cpp gives them
+(`tokenizer.ggml.pre`). A name that is not known is refused: a wrong pattern gives other tokens in silence.
+"""
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from slipstream.errors import ModelError
+
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+
+_GPT2 = ("gpt-2", "gpt2", "default", "olmo", "jais", "phi-2", "mpt")
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # each digit alone, then GPT-2's pattern
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = {
+    "llama-bpe": _WORDS + r"|\p{N}{1,3}" + _REST,
+    "llama3": _WORDS + r"|\p{N}{1,3}" + _REST,
+    "smaug-bpe": _WORDS + r"|\p{N}{1,3}" + _REST,
+    "qwen2": _WORDS + r"|\p{N}" + _REST,
+    "deepseek-r1-qwen": _WORDS + r"|\p{N}" + _REST,
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+_NFC = ("qwen2", "deepseek-r1-qwen", "qwen35")
+_WHOLE_WORDS = ("llama-bpe", "llama3", "tekken")  # a word that is a token is not merged: tokenizer.json's `ignore_merges`
+_BOS_UNLESS_TOLD = ("llama-bpe", "llama3", "tekken")
+
+
+def gguf_tokenizer(metadata: dict) -> Tokenizer:
+    """The tokenizer of a GGUF file's metadata. Raises ModelError where it lacks one or has one of another kind."""
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
+    if kind != "gpt2" or not tokens or merges is None:
+        raise ModelError(f"the GGUF's tokenizer is of kind {kind!r}; byte-level BPE ('gpt2') can be read: give --tokenizer")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    ignore = pre in _WHOLE_WORDS
+    try:
+        model = models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=ignore)  # type: ignore[arg-type]
+    except Exception as e:  # the library raises nothing narrower
+        raise ModelError(f"the GGUF's tokenizer cannot be read: {e}") from None
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre in _NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
+    _add_ends(tokenizer, tokens, metadata, pre)
+    return tokenizer
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in _GPT2:
+        return gpt2
+    if pre in _DIGITS:
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    if pre in _PATTERNS:
+        split = pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated", invert=False)
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    known = ", ".join(sorted((*_GPT2, *_DIGITS, *_PATTERNS)))
+    raise ModelError(f"the GGUF's tokenizer splits text as {pre!r}, which is not known (known: {known}); give --tokenizer")
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Registers the tokens that are found whole in text: control tokens as special, user-defined ones as plain."""
+    kinds = list(zip(tokens, types, strict=False))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
+
+
+def _add_ends(tokenizer: Tokenizer, tokens: list[str], metadata: dict, pre: str) -> None:
+    """Puts the beginning (and end) token around encoded text where the metadata ask for it."""
+    bos, eos = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.eos_token_id")
+    first = bos if metadata.get("tokenizer.ggml.add_bos_token", pre in _BOS_UNLESS_TOLD) else None
+    last = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    ends = [(tokens[i], i) for i in (first, last) if i is not None]
+    if not ends:
+        return
+    before, after = (f"{tokens[first]} " if first is not None else ""), (f" {tokens[last]}" if last is not None else "")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{before}$A{after}", pair=f"{before}$A{after} $B:1", special_tokens=list(dict.fromkeys(ends))
+    )
