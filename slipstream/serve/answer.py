@@ -1,0 +1,170 @@
+"""One choice of one prompt on its way: tokens in, text, ids and log probabilities out, kept aligned.
+
+An Answer is the engine's sink for its request. It ends once: by the engine, or by itself at a stop string; it then tells
+the engine how many tokens it kept.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slipstream.log.request import Request, TokenLogprobs
+from slipstream.serve.engine import Engine
+from slipstream.serve.errors import Failure
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.params import Plan
+from slipstream.serve.prompts import Prompt
+from slipstream.serve.stop import StopStrings
+from slipstream.serve.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """What came since the last piece; the three lists have equal lengths where they are wanted."""
+
+    text: str
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    offsets: list[int]  # where each token begins in the text, the echoed prompt included
+
+
+class Answer:
+    """State of one choice. `notify` is called with it whenever there is something new to send."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        request: Request,
+        plan: Plan,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        metrics: Metrics,
+        notify: Callable[["Answer"], None],
+        now: float,
+    ):
+        self.index = index
+        self.prompt = prompt
+        self.request = request
+        self.plan = plan
+        self.cached_tokens = 0
+        self.admitted = False
+        self.ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.failure: Failure | None = None
+        self.prompt_rows: list[TokenLogprobs | None] = []
+        self.opened = False  # whether its first event has been made
+        self._engine = engine
+        self._metrics = metrics
+        self._notify = notify
+        self._stream = tokenizer.stream(skip_special_tokens=plan.skip_special, continues=True)
+        self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._end_token: int | None = None
+        self._fresh: list[str] = []  # text not yet taken
+        self._logprobs: list[TokenLogprobs | None] = []
+        self._offsets: list[int] = []
+        self._length = len(prompt.text) if plan.echo else 0  # characters so far, those held back and cut included
+        self._taken = 0  # tokens taken
+        self._born = now
+        self._last = 0.0  # when the last token came
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    # what the engine tells
+
+    def started(self, cached_tokens: int) -> None:
+        if not self.admitted:
+            self.admitted = True
+            self.cached_tokens = cached_tokens
+            self._metrics.prompt_tokens += len(self.prompt.ids)
+
+    def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None:
+        if not self.prompt_rows:
+            self.prompt_rows = [None] * len(self.prompt.ids)
+        self.prompt_rows[start : start + len(rows)] = rows
+
+    def token(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens += 1
+        if self._last:
+            metrics.inter_token.observe(now - self._last)
+        else:
+            metrics.time_to_first.observe(now - self._born)
+        self._last = now
+        plan = self.plan
+        if plan.discard:
+            return
+        ids = self.ids
+        ids.append(token)
+        if plan.logprobs >= 0:
+            self._logprobs.append(logprobs)
+            self._offsets.append(self._length)
+        if token in self._stop_ids:
+            self._end_token = token
+            if token in plan.end_ids or not plan.include_stop:
+                return
+        text = self._stream.push(token)
+        if text:
+            self._length += len(text)
+            self._text(text, len(ids) >= plan.min_tokens)
+
+    def _text(self, text: str, armed: bool) -> bool:
+        """Lets text through the stop strings; whether one was found, which ends the answer."""
+        if self._stops is None:
+            self._fresh.append(text)
+            return False
+        text, found = self._stops.push(text, armed)
+        if text:
+            self._fresh.append(text)
+        if found is None:
+            return False
+        self._engine.abort(self.request.id, kept=len(self.ids))
+        self._finished("stop", found)
+        return True
+
+    def finish(self, reason: str) -> None:
+        if self.ended:
+            return
+        tail = self._stream.flush()
+        if tail:
+            self._length += len(tail)
+            if self._text(tail, len(self.ids) >= self.plan.min_tokens):
+                return
+        if self._stops is not None:
+            self._fresh.append(self._stops.flush())
+        end = self._end_token if reason == "stop" else None
+        self._finished("length" if self.plan.discard else reason, None if end in self.plan.end_ids else end)
+
+    def _finished(self, reason: str, stop_reason: str | int | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self._metrics.ended(reason, self._last - self._born if self._last else 0.0)
+        self._notify(self)
+
+    def fail(self, failure: Failure) -> None:
+        if not self.ended:
+            self.failure = failure
+            self._metrics.ended("error", None)
+            self._notify(self)
+
+    def flush(self) -> None:
+        self._notify(self)
+
+    # what the client's side asks
+
+    def abort(self) -> None:
+        """The client no longer wants it."""
+        if not self.ended:
+            self.failure = Failure(499, "the client went away")
+            self._metrics.ended("abort", None)
+            self._engine.abort(self.request.id)
+
+    def take(self) -> Piece:
+        """Everything new since the last call."""
+        text = "".join(self._fresh)
+        self._fresh.clear()
+        at, self._taken = self._taken, len(self.ids)
+        if self.plan.plain_text:
+            return Piece(text, [], [], [])
+        return Piece(text, self.ids[at:], self._logprobs[at:], self._offsets[at:])

@@ -1,0 +1,78 @@
+"""Errors on their way to a client: OpenAI's error body, and the one place where the engine's errors get an HTTP status.
+
+Messages name fields and limits, never what a prompt or an answer says.
+"""
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+from starlette.responses import Response
+
+from slipstream.errors import BadRequest, EngineDown, Overloaded
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong, as a value: it ends a response, or an open stream as its last event."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(max(1, round(self.retry_after)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return Response(self.body(), self.status, headers, media_type="application/json")
+
+
+class Failed(Exception):
+    """Carries a Failure up to the route."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def to_failure(error: Exception) -> Failure:
+    """The HTTP answer to an exception; anything unforeseen is a 500 that says nothing of the request."""
+    if isinstance(error, Failed):
+        return error.failure
+    if isinstance(error, BadRequest):
+        return Failure(error.status, str(error), error.param)
+    if isinstance(error, Overloaded):
+        return Failure(429, str(error), code="queue_full", retry_after=1)
+    if isinstance(error, EngineDown):
+        return Failure(503, str(error), code="unavailable", retry_after=2)
+    return Failure(500, "internal error", code="internal_error")
+
+
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+_FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
+
+
+def to_bad_request(error: msgspec.ValidationError) -> BadRequest:
+    """msgspec's message with the field's path taken out of it: `$.messages[0].role` becomes param `messages[0].role`."""
+    text = str(error)
+    at = _AT.search(text)
+    path = at.group(1) if at else ""
+    message = text[: at.start()] if at else text
+    field = _FIELD.search(message)
+    if field:
+        path = f"{path}.{field.group(1)}" if path else field.group(1)
+        kind = "unknown parameter" if "unknown" in message else "missing parameter"
+        return BadRequest(f"{kind}: {path[:200]}", path[:200])
+    path = path[:200].replace("[...]", "")
+    return BadRequest(f"{path or 'body'}: {message[:300]}", path or None)

@@ -1,0 +1,70 @@
+"""What the routes share: the engine, the tokenizer, the metrics and the settings of one front-end process."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from slipstream.config import EngineConfig, ServerConfig
+from slipstream.errors import BadRequest, EngineDown
+from slipstream.rank.board import Board
+from slipstream.serve.engine import Engine
+from slipstream.serve.generation import Generation
+from slipstream.serve.logprobs import TokenNames
+from slipstream.serve.metrics import Metrics
+from slipstream.serve.progress import Progress
+from slipstream.serve.tokenizer import Tokenizer
+
+SLOW_READER_SECONDS = 20.0
+
+
+@dataclass
+class Front:
+    """One front end. `tokenizer` is None until it is loaded; until then generating routes answer 503."""
+
+    engine_config: EngineConfig
+    server_config: ServerConfig
+    board: Board | None = None
+    tokenizer: Tokenizer | None = None
+    names: TokenNames | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    slow_reader_seconds: float = SLOW_READER_SECONDS
+
+    def __post_init__(self):
+        self.model: str = self.server_config.served_model_name or self.engine_config.model
+        self.metrics = Metrics(self.model)
+        self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
+        self.progress = Progress(self.board)
+        self.open: dict[Generation, object] = {}  # generations being answered, and how to cut their connections
+
+    def set_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.names = TokenNames(tokenizer)
+        self.tokenizer = tokenizer
+
+    def ready_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise EngineDown("the tokenizer is loading")
+        return self.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {self.model!r}", "model", 404)
+
+    def unhealthy(self) -> str | None:
+        """Why a new request would not be served well now; None when it would."""
+        if self.engine.state != "ready":
+            return f"{self.engine.state}: {self.engine.reason}"
+        if self.tokenizer is None:
+            return "starting: the tokenizer is loading"
+        return self.progress.stalled()
+
+    async def watch(self) -> None:
+        """Once a second, for ever: looks at the ranks' progress and cuts off clients that do not read."""
+        while True:
+            await asyncio.sleep(1.0)
+            self.progress.look()
+            now = time.monotonic()
+            for generation, cut in list(self.open.items()):
+                if generation.is_stuck(now, self.slow_reader_seconds):
+                    generation.leave()
+                    if callable(cut):
+                        cut()

@@ -1,0 +1,125 @@
+"""The two generating routes: all is checked and tokenized before anything is submitted, then answered whole or streamed."""
+
+import time
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.log.request import Request
+from slipstream.serve.answer import Answer
+from slipstream.serve.bodies import ChatBody, CompletionBody
+from slipstream.serve.errors import Failed
+from slipstream.serve.forms import ChatForm, CompletionForm, Form
+from slipstream.serve.front import Front
+from slipstream.serve.generation import Generation
+from slipstream.serve.params import Plan, make_plan
+from slipstream.serve.prompts import Prompt, chat_prompt, completion_prompts, prepare, size_of
+from slipstream.serve.request_body import read
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def chat_completions(http: HttpRequest) -> Response:
+    """POST /v1/chat/completions."""
+    front: Front = http.app.state.front
+    born = time.monotonic()
+    body = await read(http, ChatBody)
+    front.check_model(body.model)
+    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
+
+    def work() -> tuple[Plan, list[Prompt]]:
+        plan = make_plan(body, tokenizer)
+        return plan, [chat_prompt(body, plan, tokenizer, limits)]
+
+    plan, prompts = await prepare(None, work)  # a template may take its time
+    return await _answer(http, front, plan, prompts, ChatForm, "chatcmpl-", born)
+
+
+async def completions(http: HttpRequest) -> Response:
+    """POST /v1/completions."""
+    front: Front = http.app.state.front
+    born = time.monotonic()
+    body = await read(http, CompletionBody)
+    front.check_model(body.model)
+    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
+
+    def work() -> tuple[Plan, list[Prompt]]:
+        plan = make_plan(body, tokenizer)
+        return plan, completion_prompts(body, plan, tokenizer, limits)
+
+    plan, prompts = await prepare(size_of(body), work)
+    return await _answer(http, front, plan, prompts, CompletionForm, "cmpl-", born)
+
+
+def _requests(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
+    """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k)."""
+    samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
+    out = []
+    for prompt in prompts:
+        packed = prompt.ids.tobytes()
+        for sampling in samplings:
+            id = front.engine.next_id()
+            out.append((prompt, Request(id, packed, prompt.max_tokens, sampling, plan.priority, plan.salt)))
+    return out
+
+
+async def _answer(
+    http: HttpRequest, front: Front, plan: Plan, prompts: list[Prompt], shape: type[Form], prefix: str, born: float
+) -> Response:
+    assert front.tokenizer is not None and front.names is not None
+    generation = Generation(front.engine)
+    answers = [
+        Answer(i, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)
+        for i, (prompt, request) in enumerate(_requests(front, plan, prompts))
+    ]
+    form = shape(prefix + http.scope["slipstream.id"], int(time.time()), front.model, plan, front.names, answers)
+    front.open[generation] = http.scope.get("slipstream.cut")
+    streaming = False
+    try:
+        generation.start(answers, http.receive)
+        if plan.stream:
+            await generation.begun()
+            if not generation.gone:
+                streaming = True
+                return Stream(front, generation, form)
+        else:
+            await generation.done()
+        if generation.gone:
+            return Response(status_code=499)
+        return Response(form.whole(), media_type="application/json")
+    finally:
+        if not streaming:
+            generation.close()
+            front.open.pop(generation, None)
+
+
+class Stream(Response):
+    """Server-sent events. What arrived in one turn of the loop goes out in one write."""
+
+    def __init__(self, front: Front, generation: Generation, form: Form):
+        super().__init__()
+        self._front = front
+        self._generation = generation
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, form = self._generation, self._form
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            while news := await generation.changed():
+                data = b"".join([form.events(answer) for answer in news])
+                if data:
+                    await generation.write(send, data, True)
+            if not generation.gone:
+                await generation.write(send, form.closing(), False)
+        except Failed as e:
+            await generation.write(send, b"data: " + e.failure.body() + b"\n\n", False)
+        finally:
+            generation.close()
+            self._front.open.pop(generation, None)

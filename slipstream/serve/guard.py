@@ -1,0 +1,107 @@
+"""What stands before every route: request ids, the key, Host and Origin, and headers that every answer gets. Pure ASGI."""
+
+import hmac
+import logging
+import re
+import secrets
+import time
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.config import ServerConfig
+from slipstream.serve.errors import Failure
+
+log = logging.getLogger("slipstream.http")
+
+OPEN_PATHS = frozenset(
+    {"/health", "/static/page.js", "/static/page.css"}
+)  # the page's files say nothing; the page asks for the key
+QUIET_PATHS = frozenset({"/health", "/metrics"})
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+
+
+class Guard:
+    """Wraps the application.
+
+    On loopback the Host must be a loopback name, so that no other site's name can reach the server, and an Origin must be the
+    server's own. There is no CORS, so browsers keep other sites' scripts away elsewhere too.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self._app = app
+        self._key = config.api_key.encode() if config.api_key else None
+        self._loopback = config.uds is None and config.host in LOOPBACK
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if _ID.fullmatch(given) else secrets.token_hex(12)
+        scope["slipstream.id"] = request_id
+        begun, status = time.monotonic(), 0
+        extra = [(b"x-request-id", request_id.encode()), *_HEADERS]
+
+        async def wrapped(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *extra]
+            await send(message)
+
+        try:
+            failure = self._check(scope, headers)
+            if failure is not None:
+                return await failure.response()(scope, receive, wrapped)
+            await self._app(scope, receive, wrapped)
+        finally:
+            path = scope["path"]
+            level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
+            if log.isEnabledFor(level):
+                took = (time.monotonic() - begun) * 1e3
+                log.log(
+                    level,
+                    "%s %s %d %.0f ms %s",
+                    scope["method"],
+                    path[:100].encode("unicode_escape").decode(),
+                    status,
+                    took,
+                    request_id,
+                )
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
+        if self._loopback:
+            host = headers.get(b"host", b"").decode("latin-1")
+            if _hostname(f"//{host}") not in LOOPBACK:
+                return Failure(403, "this server is bound to a loopback address and answers to 127.0.0.1 and localhost only")
+            origin = headers.get(b"origin")
+            if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
+                return Failure(403, "requests from other sites' pages are not answered")
+        path = scope["path"]
+        scope["slipstream.authorized"] = self._authorized(headers)
+        if path in OPEN_PATHS or path == "/" or scope["slipstream.authorized"]:
+            return None
+        return Failure(401, "this server needs its key: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _authorized(self, headers: dict[bytes, bytes]) -> bool:
+        if self._key is None:
+            return True
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"
+
+
+def _hostname(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _netloc(url: str) -> str | None:
+    try:
+        return urlsplit(url).netloc.lower()
+    except ValueError:
+        return None

@@ -1,0 +1,112 @@
+"""uvicorn's HTTP/1.1 connection with limits: on the headers, on how long they take, and a way to cut a reader off.
+
+The scope of a request carries `slipstream.cut`, which drops the connection at once. Imports uvicorn and httptools only.
+"""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from slipstream.serve.errors import Failure
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_HEADERS = 100
+HEADER_SECONDS = 30.0
+
+
+class Connection(HttpToolsProtocol):
+    """One client connection."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _header_bytes = 0  # of the request line and headers so far
+    _unfinished = 0  # bytes received since the last complete headers
+    _refused = False
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _arm(self) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(HEADER_SECONDS, self._late)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        self._refuse(Failure(408, f"the request's headers did not arrive within {HEADER_SECONDS:.0f} s"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused or self.parser is None:
+            return
+        super().data_received(data)
+        if self._timer is not None:  # still inside headers, which the parser hands over only one by one
+            self._unfinished += len(data)
+            if self._unfinished > 2 * MAX_HEADER_BYTES:
+                self._refuse_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._refused:
+            self._refuse(Failure(400, "not a valid HTTP/1.1 request"))
+
+    def _refuse(self, failure: Failure) -> None:
+        """Answers without the application and closes; an answer that is already on its way is only cut."""
+        self._refused = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = failure.body()
+        head = f"HTTP/1.1 {failure.status} Refused\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        self.transport.close()
+
+    # callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._timer is None:
+            self._arm()
+        self._header_bytes = 0
+        self.scope["slipstream.cut"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+
+    def _count(self, size: int) -> None:
+        self._header_bytes += size
+        if self._header_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse_headers()
+
+    def _refuse_headers(self) -> None:
+        if not self._refused:
+            self._refuse(Failure(431, f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES >> 10} KiB of them"))
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        if not self._refused:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value))
+        if not self._refused:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._disarm()
+        self._unfinished = 0
+        if not self._refused:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._refused:
+            super().on_message_complete()

@@ -1,0 +1,146 @@
+"""The front end's process: `python -m slipstream.serve.main --control-fd N`, a child of the supervisor.
+
+It listens at once and loads the tokenizer beside; it imports no PyTorch. SIGTERM and SIGINT are the supervisor's business: it
+sends `Drain`. The process ends with its parent.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from contextlib import contextmanager
+
+import uvicorn
+
+from slipstream import config
+from slipstream.rank.board import Board
+from slipstream.rank.protocol import Attach, Down, Drain
+from slipstream.serve.app import build
+from slipstream.serve.control import Control
+from slipstream.serve.errors import Failure
+from slipstream.serve.front import Front
+from slipstream.serve.http import Connection
+from slipstream.serve.tokenizer import load_tokenizer
+
+log = logging.getLogger("slipstream.serve")
+
+KEEP_ALIVE_SECONDS = 75
+FLUSH_SECONDS = 2.0  # for last answers to reach their clients
+_PR_SET_PDEATHSIG = 1
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handling, and with a word when it listens."""
+
+    def __init__(self, settings: uvicorn.Config, on_listening):
+        super().__init__(settings)
+        self._on_listening = on_listening
+
+    @contextmanager
+    def capture_signals(self):
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+
+def make_server(front: Front, on_listening=lambda: None) -> Server:
+    """The HTTP server of `front`; run it with `await server.serve(sockets=[...])` and stop it with `should_exit`."""
+    settings = uvicorn.Config(
+        build(front),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(FLUSH_SECONDS),
+    )
+    return Server(settings, on_listening)
+
+
+class Process:
+    """One front-end process from hello to exit."""
+
+    def __init__(self, control: Control):
+        self.control = control
+        hello, (listen_fd, board_fd) = control.hello()
+        self.hello = hello
+        engine_config = config.from_json(config.EngineConfig, hello.engine)
+        server_config = config.from_json(config.ServerConfig, hello.server)
+        logging.basicConfig(level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its faults are logged by the application
+        logging.getLogger("asyncio").setLevel(logging.WARNING)
+        self.listener = socket.socket(fileno=listen_fd)
+        self.front = Front(engine_config, server_config, Board(board_fd))
+        self.server = make_server(self.front, control.listening)
+        self._tasks: list[asyncio.Task] = []
+
+    async def run(self) -> None:
+        self._tasks = [
+            asyncio.create_task(t) for t in (self.control.serve(self.handle), self.front.watch(), self._load_tokenizer())
+        ]
+        for task in self._tasks:
+            task.add_done_callback(_fatal)
+        await self.server.serve(sockets=[self.listener])
+
+    async def _load_tokenizer(self) -> None:
+        c = self.front.engine_config
+
+        def load():
+            invented = c.device == "sim" or c.load_format == "dummy"
+            return load_tokenizer(self.hello.model_path, c.tokenizer, c.chat_template, placeholder=invented)
+
+        self.front.set_tokenizer(await asyncio.to_thread(load))
+        gc.freeze()  # what is loaded stays: collections need not walk it
+
+    async def handle(self, message: object, fds: list[int]) -> None:
+        engine = self.front.engine
+        if isinstance(message, Attach):
+            await engine.attach(message, socket.socket(fileno=fds[0]))
+        elif isinstance(message, Down):
+            engine.down(message)
+        elif isinstance(message, Drain):
+            self._tasks.append(asyncio.create_task(self._drain(message.timeout)))
+
+    async def _drain(self, timeout: float) -> None:
+        """Lets what runs end, ends what does not, gives the answers time to leave, and stops."""
+        front, end = self.front, time.monotonic() + timeout
+        front.engine.drain()
+        while (front.engine.live or front.open) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        front.engine.fail_all(Failure(503, "the server is shutting down", code="shutting_down"))
+        end = time.monotonic() + FLUSH_SECONDS
+        while front.open and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.server.should_exit = True
+
+
+def _fatal(task: asyncio.Task) -> None:
+    """A front end that cannot go on says why and ends; the supervisor decides what follows."""
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("the front end cannot go on", exc_info=task.exception())
+        os._exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="slipstream.serve.main")
+    parser.add_argument("--control-fd", type=int, required=True)
+    args = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process = Process(Control(args.control_fd))
+    asyncio.run(process.run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The OpenAPI document, made from the same structs that decode the bodies."""
+
+from typing import Any
+
+import msgspec
+
+import slipstream
+from slipstream.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+POSTS: dict[str, tuple[type, str]] = {
+    "/v1/chat/completions": (ChatBody, "Answer a conversation"),
+    "/v1/completions": (CompletionBody, "Continue texts or token ids"),
+    "/tokenize": (TokenizeBody, "Text or conversation to token ids"),
+    "/detokenize": (DetokenizeBody, "Token ids to text"),
+}
+GETS = {
+    "/v1/models": "The model served",
+    "/health": "200 when requests are served, else 503 with the reason",
+    "/version": "The server's version",
+    "/metrics": "Prometheus metrics",
+}
+DEBUG_GETS = {"/debug/ranks": "Where each rank stands", "/debug/timeline": "The ranks' last seconds as a Chrome trace"}
+
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "integer", "null"]},
+            },
+        }
+    },
+}
+
+
+def document(debug: bool) -> dict[str, Any]:
+    schemas, components = msgspec.json.schema_components(
+        [schema for schema, _ in POSTS.values()], ref_template="#/components/schemas/{name}"
+    )
+    error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    paths: dict[str, Any] = {}
+    for (path, (_, summary)), schema in zip(POSTS.items(), schemas, strict=True):
+        body = {"required": True, "content": {"application/json": {"schema": schema}}}
+        responses = {"200": {"description": "OK"}, "4XX": error, "5XX": error}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+    for path, summary in {**GETS, **(DEBUG_GETS if debug else {})}.items():
+        paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": "OK"}}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Slipstream", "version": slipstream.__version__},
+        "paths": paths,
+        "components": {"schemas": {**components, "Error": _ERROR}},
+    }

@@ -1,0 +1,167 @@
+"""From a body's text, ids or conversation to token ids. Blocking: large ones run on a worker thread (see `prepare`)."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from slipstream.errors import BadRequest
+from slipstream.serve.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
+from slipstream.serve.engine import Limits
+from slipstream.serve.params import Plan
+from slipstream.serve.tokenizer import Tokenizer
+
+INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
+LONGEST_TOKEN = 256  # characters; a text of more than this times the model's length cannot fit
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
+
+_threads = ThreadPoolExecutor(2, "prompts")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request."""
+
+    ids: array  # of int32
+    max_tokens: int  # generated at most
+    text: str = ""  # for `echo` only
+    offsets: list[int] = field(default_factory=list)  # where each token begins in `text`; for `echo` with log probabilities
+
+
+async def prepare(size: int | None, work: Callable[[], T]) -> T:
+    """Runs `work` here when it is small (`size` in characters or tokens), else, or with None, on a worker thread."""
+    if size is not None and size <= INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
+    """Characters or tokens to work through, roughly."""
+    size = 0
+    for m in getattr(body, "messages", None) or ():
+        size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
+    prompt = getattr(body, "prompt", None)
+    if isinstance(prompt, str):
+        return size + len(prompt)
+    return size + sum(1 if isinstance(p, int) else len(p) for p in prompt or ())
+
+
+def completion_prompts(body: CompletionBody, plan: Plan, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
+    """Raises BadRequest (prompt, max_tokens, min_tokens, n) unless every prompt fits."""
+    items = _items(body.prompt)
+    if len(items) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")
+    if len(items) * plan.n > MAX_PROMPTS + MAX_CHOICES:
+        raise BadRequest(f"n: at most {MAX_PROMPTS + MAX_CHOICES} choices in one request", "n")
+    out = []
+    for i, item in enumerate(items):
+        name = "prompt" if isinstance(body.prompt, str) or len(items) == 1 else f"prompt[{i}]"
+        if isinstance(item, str):
+            ids = encode(item, tokenizer, limits, body.add_special_tokens is not False, name)
+        else:
+            ids = item
+            if ids and max(ids) >= tokenizer.vocab_size:
+                raise BadRequest(f"{name}: token ids must be below {tokenizer.vocab_size}, the vocabulary's size", "prompt")
+        out.append(_fit(ids, plan, limits, name, item if isinstance(item, str) else None, tokenizer))
+    return out
+
+
+def _items(prompt: str | list) -> list[str] | list[list[int]]:
+    """The four forms of `prompt` as a list of texts or of id lists."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(p) for p in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return prompt
+    raise BadRequest("prompt: expected a text, a list of texts, a list of token ids, or a list of lists of token ids", "prompt")
+
+
+def encode(text: str, tokenizer: Tokenizer, limits: Limits | None, special: bool, name: str) -> list[int]:
+    """Raises BadRequest for an empty text and, before working on it, for one that cannot fit."""
+    if not text:
+        raise BadRequest(f"{name}: must not be empty", name.partition("[")[0])
+    if limits is not None and len(text) > limits.max_len * LONGEST_TOKEN:
+        raise BadRequest(f"{name}: longer than the model's {limits.max_len} tokens", name.partition("[")[0])
+    return tokenizer.encode(text, add_special_tokens=special)
+
+
+def _fit(ids: list[int], plan: Plan, limits: Limits, name: str, text: str | None, tokenizer: Tokenizer) -> Prompt:
+    param, room = name.partition("[")[0], limits.max_len - len(ids)
+    if not ids:
+        raise BadRequest(f"{name}: must hold at least one token", param)
+    if room < 1:
+        raise BadRequest(f"{name}: {len(ids)} tokens; the model takes {limits.max_len} with the answer's", param)
+    if plan.max_tokens is not None:
+        max_tokens = max(1, plan.max_tokens)
+        if max_tokens > room:
+            what = (
+                f"{plan.max_tokens_param}: {max_tokens} and the prompt's {len(ids)} tokens exceed the model's {limits.max_len}"
+            )
+            raise BadRequest(what, plan.max_tokens_param)
+    else:
+        max_tokens = room if plan.default_max_tokens is None else min(room, plan.default_max_tokens)
+    if plan.min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens: only {max_tokens} tokens can be generated", "min_tokens")
+    offsets: list[int] = []
+    if plan.echo:
+        whole, offsets = _walk(ids, tokenizer, plan.skip_special)
+        text = whole if text is None else text
+        offsets = [min(o, len(text)) for o in offsets] if plan.logprobs >= 0 else []
+    return Prompt(array("i", ids), max_tokens, text or "", offsets)
+
+
+def _walk(ids: list[int], tokenizer: Tokenizer, skip_special: bool) -> tuple[str, list[int]]:
+    """The prompt's text, and where each of its tokens begins in it."""
+    stream, parts, offsets, at = tokenizer.stream(skip_special_tokens=skip_special), [], [], 0
+    for id in ids:
+        offsets.append(at)
+        parts.append(stream.push(id))
+        at += len(parts[-1])
+    parts.append(stream.flush())
+    return "".join(parts), offsets
+
+
+def chat_prompt(body: ChatBody, plan: Plan, tokenizer: Tokenizer, limits: Limits) -> Prompt:
+    """Raises BadRequest for a conversation that the template refuses or that does not fit."""
+    return _fit(templated(body, tokenizer, limits), plan, limits, "messages", None, tokenizer)
+
+
+def templated(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, limits: Limits | None) -> list[int]:
+    """The conversation's token ids."""
+    messages = body.messages or []
+    going_on = bool(body.continue_final_message)
+    if going_on and body.add_generation_prompt:
+        raise BadRequest("continue_final_message: not together with add_generation_prompt", "continue_final_message")
+    if going_on and messages[-1].role != "assistant":
+        raise BadRequest("continue_final_message: the last message must be the assistant's", "continue_final_message")
+    if limits is not None and size_of(body) > limits.max_len * LONGEST_TOKEN:
+        raise BadRequest(f"messages: longer than the model's {limits.max_len} tokens", "messages")
+    extra = body.chat_template_kwargs or {}
+    for key in extra:
+        if key in RESERVED or not key.isidentifier():
+            raise BadRequest(f"chat_template_kwargs: {key[:100]!r} cannot be set this way", "chat_template_kwargs")
+    generation = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
+    plain = [_plain(i, m) for i, m in enumerate(messages)]
+    return tokenizer.apply_chat(plain, add_generation_prompt=generation, continue_final_message=going_on, tools=None, **extra)
+
+
+def _plain(index: int, message: Message) -> dict:
+    """A message as templates expect it: text parts joined by line ends, `developer` as `system`."""
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise BadRequest("content: must be a text or a list of text parts", f"messages[{index}].content")
+        content = ""
+    elif not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    out = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name is not None:
+        out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    return out

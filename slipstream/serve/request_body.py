@@ -1,0 +1,76 @@
+"""Reading a request's body: its type, its size, its time, and its decoding into one of the structs of `bodies`."""
+
+import asyncio
+import json
+import math
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from slipstream.errors import BadRequest
+from slipstream.serve.errors import Failed, Failure, to_bad_request
+
+MAX_BYTES = 32 << 20
+READ_SECONDS = 60.0
+
+T = TypeVar("T")
+_decoders: dict[type, msgspec.json.Decoder] = {}
+
+
+async def read(request: Request, schema: type[T]) -> T:
+    """The body of `request` as `schema`. Raises Failed (413, 415, 408) or BadRequest naming the field."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Failed(Failure(415, "the body must be JSON, with Content-Type: application/json"))
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            raw = await _read_bytes(request)
+    except TimeoutError:
+        raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
+    return decode(raw, schema)
+
+
+async def _read_bytes(request: Request) -> bytes:
+    too_large = Failed(Failure(413, f"the body is larger than {MAX_BYTES >> 20} MiB"))
+    try:
+        if int(request.headers.get("content-length", "0")) > MAX_BYTES:
+            raise too_large
+    except ValueError:
+        raise BadRequest("Content-Length is not a number") from None
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BYTES:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def decode(raw: bytes, schema: type[T]) -> T:
+    decoder = _decoders.get(schema)
+    if decoder is None:
+        decoder = _decoders[schema] = msgspec.json.Decoder(schema)
+    try:
+        return decoder.decode(raw)  # type: ignore[return-value]
+    except msgspec.ValidationError as e:
+        raise to_bad_request(e) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        path = _not_finite(raw)
+        if path:
+            raise BadRequest(f"{path}: not a finite number", path) from None
+        reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
+        raise BadRequest(f"the body is not valid JSON: {reason}") from None
+
+
+def _not_finite(raw: bytes) -> str | None:
+    """The top-level field that holds NaN or an infinity, which some clients write although JSON has no such thing."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(item, float) and not math.isfinite(item):
+                return str(key)[:200]
+    return None
