@@ -57,7 +57,7 @@ async def completions(http: HttpRequest) -> Response:
     return await _answer(http, front, plan, prompts, CompletionForm, "cmpl-", born)
 
 
-def _requests(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
+def requests_of(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
     """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k)."""
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
     out = []
@@ -76,7 +76,7 @@ async def _answer(
     generation = Generation(front.engine)
     answers = [
         Answer(i, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)
-        for i, (prompt, request) in enumerate(_requests(front, plan, prompts))
+        for i, (prompt, request) in enumerate(requests_of(front, plan, prompts))
     ]
     form = shape(prefix + http.scope["slipstream.id"], int(time.time()), front.model, plan, front.names, answers)
     front.open[generation] = http.scope.get("slipstream.cut")
