@@ -4,21 +4,26 @@ For load, protocol and fault tests at scale, and to measure the host's cost. A t
 choice and the token's position, so every mode, batch and rank gives the same ones.
 """
 
+import ctypes
 import json
 import os
 import pathlib
-import threading
+import struct
 import time
 import zlib
 from collections import deque
+from collections.abc import Mapping
 
 import numpy as np
 
 from slipstream.config import EngineConfig
 from slipstream.device.executor import Batch, Capacity, Outcome
+from slipstream.errors import ConfigError
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.rank.board import BoardWriter
 
+NO_MASKS: Mapping[int, np.ndarray] = {}
+DEAD_END = "the grammar allows no token here"
 DEFAULT_VOCAB = 32_000
 DEFAULT_MAX_LEN = 32_768
 DEFAULT_PAGES = 65_536
@@ -39,7 +44,8 @@ class SimTokens:
         self.base[slot] = (zlib.crc32(request.prompt) << 20) ^ (seed & (2**63 - 1))
         self.requests[slot] = request
 
-    def sample(self, batch: Batch) -> Outcome:
+    def sample(self, batch: Batch, masks: Mapping[int, np.ndarray] = NO_MASKS) -> Outcome:
+        """The batch's outcome. A token that a mask forbids gives way to the next allowed id; an empty mask is a dead end."""
         rows = batch.samples
         slots = batch.slots[rows]
         x = self.base[slots] + (batch.starts[rows] + batch.counts[rows]).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -47,17 +53,54 @@ class SimTokens:
         x *= np.uint64(0xBF58476D1CE4E5B9)
         x ^= x >> np.uint64(29)
         tokens = (x % np.uint64(self.vocab)).astype(np.int32)
+        errors = {}
+        if masks:
+            for i, slot in enumerate(slots.tolist()):
+                if slot in masks:
+                    tokens[i] = self._allowed(int(tokens[i]), masks[slot])
+                    if tokens[i] < 0:
+                        errors[i] = DEAD_END
         logprobs = {}
         for i, slot in enumerate(slots.tolist()):
             wanted = self.requests[slot].sampling.logprobs
             if wanted >= 0:
                 ids = [(int(tokens[i]) + k) % self.vocab for k in range(wanted)]
                 logprobs[i] = TokenLogprobs(-1.0, 1, ids, [-1.0 - k for k in range(wanted)])
-        return Outcome(batch.seq, tokens, logprobs)
+        return Outcome(batch.seq, tokens, logprobs, errors=errors)
+
+    def _allowed(self, token: int, mask: np.ndarray) -> int:
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab]
+        ids = np.flatnonzero(bits)
+        return int(ids[np.searchsorted(ids, token) % len(ids)]) if len(ids) else -1
+
+
+class Timer:
+    """A kernel timer as a descriptor, readable once a point of `time.monotonic()` has passed."""
+
+    def __init__(self):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.fd < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create")
+
+    def set(self, at: float) -> None:
+        seconds = int(at)
+        value = _ITIMERSPEC.pack(0, 0, seconds, max(int((at - seconds) * 1e9), 1))
+        if self._libc.timerfd_settime(self.fd, 1, value, None):
+            raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+    def clear(self) -> None:
+        try:
+            os.read(self.fd, 8)
+        except BlockingIOError:
+            pass
+
+
+_ITIMERSPEC = struct.Struct("@qqqq")  # interval, then value; seconds and nanoseconds each
 
 
 class SimExecutor:
-    """Implements `device.executor.Executor` in real time; one thread tells when steps end."""
+    """Implements `device.executor.Executor` in real time. A step's end is known when it is launched; a timer tells of it."""
 
     def __init__(self, config: EngineConfig, model: dict, board: BoardWriter | None = None):
         self._step = config.sim_step_us * 1e-6
@@ -66,22 +109,20 @@ class SimExecutor:
         max_len = int(model.get("max_position_embeddings", DEFAULT_MAX_LEN))
         memory = config.kv_cache_memory_bytes
         pages = DEFAULT_PAGES if memory is None else memory // PAGE_BYTES
+        if pages < 1:
+            raise ConfigError(f"--kv-cache-memory-bytes {memory}: a page of the simulated device takes {PAGE_BYTES} bytes")
         self._capacity = Capacity(pages, config.max_num_seqs, config.max_model_len or max_len, 0)
         self._board = board
         self._queue: deque[tuple[float, float, Outcome]] = deque()  # (start, end, outcome)
         self._held: Batch | None = None
         self._free_at = 0.0
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._changed = threading.Condition()
-        self._told = 0  # steps of the queue whose end was told
-        self._closed = False
+        self._timer = Timer()
 
     def capacity(self) -> Capacity:
         return self._capacity
 
     def start(self, pages: int, slots: int, max_len: int) -> None:
         self._tokens = SimTokens(slots, self._vocab)
-        threading.Thread(target=self._tell, name="sim", daemon=True).start()
 
     def admit(self, slot: int, request: Request) -> None:
         self._tokens.admit(slot, request)
@@ -100,46 +141,28 @@ class SimExecutor:
         start = max(time.monotonic(), self._free_at)
         end = start + self._step + self._token * batch.tokens
         self._free_at = end
-        with self._changed:
-            self._queue.append((start, end, self._tokens.sample(batch)))
-            self._changed.notify()
-
-    def _tell(self) -> None:
-        """Signals the descriptor at the end of each step."""
-        while True:
-            with self._changed:
-                while self._told >= len(self._queue) and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                end = self._queue[self._told][1]
-                self._told += 1
-            time.sleep(max(0.0, end - time.monotonic()))
-            os.eventfd_write(self._event, 1)
+        self._queue.append((start, end, self._tokens.sample(batch, masks)))
+        if len(self._queue) == 1:
+            self._timer.set(end)
 
     def outcomes(self) -> list[Outcome]:
-        try:
-            os.eventfd_read(self._event)
-        except BlockingIOError:
-            pass
         out = []
-        now = time.monotonic()
-        with self._changed:
-            while self._queue and self._told and self._queue[0][1] <= now:
-                start, end, outcome = self._queue.popleft()
-                self._told -= 1
-                out.append(outcome)
-                if self._board is not None:
-                    self._board.device_span(int(start * 1e9), int(end * 1e9), outcome.seq)
+        while self._queue and self._queue[0][1] <= time.monotonic():
+            start, end, outcome = self._queue.popleft()
+            out.append(outcome)
+            if self._board is not None:
+                self._board.device_span(int(start * 1e9), int(end * 1e9), outcome.seq)
+        if out:
+            self._timer.clear()
+            if self._queue:
+                self._timer.set(self._queue[0][1])
         return out
 
     def fileno(self) -> int:
-        return self._event
+        return self._timer.fd
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        os.close(self._timer.fd)
 
 
 def sim_model(model_path: str) -> dict:
