@@ -12,7 +12,7 @@ import typing
 from slipstream import __version__
 
 REQUIRED = (
-    "torch", "numpy", "msgspec", "pyzmq", "transformers", "tokenizers", "jinja2", "safetensors", "gguf", "huggingface_hub",
+    "torch", "numpy", "msgspec", "transformers", "tokenizers", "jinja2", "safetensors", "gguf", "huggingface_hub",
     "starlette", "uvicorn", "prometheus_client", "rich", "pyyaml",
 )  # fmt: skip
 OPTIONAL = (

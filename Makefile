@@ -1,0 +1,65 @@
+# Everything starts here: `make serve`, `make test`. The environment is .venv; a second run installs nothing.
+#
+#   PYTHON=python3.12   another interpreter (3.11 or newer)
+#   TORCH_INDEX=URL     a wheel index with CPU builds of PyTorch, where the default one holds gigabytes of CUDA:
+#                       make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   MODEL=NAME          what `serve` and `bench` load          ARGS="..."  more flags for `serve`, `bench`, `test`
+
+SHELL := /bin/bash
+VENV ?= .venv
+MODEL ?= smollm2-135m
+ARGS ?=
+TORCH_INDEX ?=
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+PIP_FLAGS := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
+
+.PHONY: help install dev serve test lint bench clean
+
+help:
+	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
+	@echo "make test     run the whole test suite"
+	@echo "make install  make .venv and install Slipstream into it"
+	@echo "make lint     ruff and pyright"
+	@echo "make bench    start a server, measure it, print the table"
+	@echo "make clean    remove .venv and caches (fetched models stay)"
+
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "Slipstream needs Python 3.11 or newer; none was found. Install one, or name it: make serve PYTHON=/path/to/python3.12"; \
+		exit 1; fi
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
+	$(PIP) -e ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+install: $(VENV)/.installed
+
+dev: $(VENV)/.installed-dev
+
+serve: install
+	@exec $(VENV)/bin/slipstream serve $(MODEL) $(ARGS)
+
+test: dev
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+bench: install
+	$(VENV)/bin/slipstream bench closed --serve "$(MODEL)" --concurrency 4 --input-len 32 --long-share 0 --output-len 128 $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find slipstream tests -name __pycache__ -type d -prune -exec rm -rf {} +
