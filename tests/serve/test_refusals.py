@@ -1,0 +1,166 @@
+"""What bad input gets: a status, the parameter's name, and nothing reaches the engine."""
+
+import json
+
+import pytest
+
+from slipstream.rank.protocol import Refused
+from tests.serve.fake import EOS, Script
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+TEXT = {"prompt": "x"}
+
+BAD = [
+    (CHAT, {"temperature": -1}, "temperature"),
+    (CHAT, {"temperature": 2.1}, "temperature"),
+    (CHAT, {"temperature": "hot"}, "temperature"),
+    (CHAT, {"temperature": True}, "temperature"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_tokens": 1000}, "max_tokens"),
+    (CHAT, {"max_completion_tokens": 1000}, "max_completion_tokens"),
+    (CHAT, {"max_tokens": 2.5}, "max_tokens"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": None}, "messages"),
+    (CHAT, {"messages": "x"}, "messages"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, "messages[0].content[0].type"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "nope": 1}]}, "messages[0].nope"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    (CHAT, {"top_p": 0}, "top_p"),
+    (CHAT, {"top_p": 1.1}, "top_p"),
+    (CHAT, {"top_k": -2}, "top_k"),
+    (CHAT, {"min_p": 2}, "min_p"),
+    (CHAT, {"n": 0}, "n"),
+    (CHAT, {"n": 1000}, "n"),
+    (CHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"logprobs": 3}, "logprobs"),
+    (CHAT, {"stop": [""]}, "stop"),
+    (CHAT, {"stop": ""}, "stop"),
+    (CHAT, {"stop": ["x"] * 17}, "stop"),
+    (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+    (CHAT, {"presence_penalty": 3}, "presence_penalty"),
+    (CHAT, {"frequency_penalty": -3}, "frequency_penalty"),
+    (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"1": 101}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"99999": 1}}, "logit_bias"),
+    (CHAT, {"bad_words": [""]}, "bad_words"),
+    (CHAT, {"min_tokens": -1}, "min_tokens"),
+    (CHAT, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    (CHAT, {"min_tokens": 600}, "min_tokens"),
+    (CHAT, {"seed": 2**64}, "seed"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope"),
+    (CHAT, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    (CHAT, {"no_such_parameter": 1}, "no_such_parameter"),
+    (CHAT, {"prompt": "x"}, "prompt"),
+    (CHAT, {"continue_final_message": True}, "continue_final_message"),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "nonsense"}}, "response_format"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"modalities": ["audio"]}, "modalities"),
+    (TEXT, {"prompt": ""}, "prompt"),
+    (TEXT, {"prompt": []}, "prompt"),
+    (TEXT, {"prompt": [[]]}, "prompt"),
+    (TEXT, {"prompt": ["x", ""]}, "prompt"),
+    (TEXT, {"prompt": ["x", 1]}, "prompt"),
+    (TEXT, {"prompt": [10**7]}, "prompt"),
+    (TEXT, {"prompt": [-1]}, "prompt"),
+    (TEXT, {"prompt": [100] * 100_000}, "prompt"),
+    (TEXT, {"prompt": "x" * 1_000_000}, "prompt"),
+    (TEXT, {"prompt": None}, "prompt"),
+    (TEXT, {"prompt": {"a": 1}}, "prompt"),
+    (TEXT, {"max_tokens": 0}, "max_tokens"),
+    (TEXT, {"logprobs": 21}, "logprobs"),
+    (TEXT, {"prompt": ["x"] * 1000, "n": 100}, "n"),
+    (TEXT, {"cache_salt": ""}, "cache_salt"),
+]
+
+
+@pytest.mark.parametrize("base,change,param", BAD, ids=[f"{i}-{p}" for i, (_, _, p) in enumerate(BAD)])
+def test_ff80_a_bad_parameter_is_named_and_changes_nothing(front, base, change, param):
+    path = "/v1/chat/completions" if base is CHAT else "/v1/completions"
+    r = front.client.post(path, json={**base, **change})
+    error = r.json()["error"]
+    assert r.status_code == 400 and error["type"] == "invalid_request_error" and error["message"]
+    assert error["param"].startswith(param), error
+    assert not front.leader.requests and front.front.engine.live == 0
+
+
+@pytest.mark.parametrize("text,param", [("NaN", "temperature"), ("Infinity", "temperature"), ("1e999", "temperature")])
+def test_a_temperature_that_is_no_number_is_named(front, text, param):
+    raw = b'{"prompt": "x", "temperature": %s}' % text.encode()
+    r = front.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert r.status_code == 400 and r.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"model": ', b"", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"prompt": "a"} x']
+)
+def test_malformed_json_is_refused(front, raw):
+    r = front.client.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert r.status_code == 400 and r.json()["error"]["message"] and not front.leader.requests
+
+
+def test_unknown_models_paths_methods_and_types(front):
+    assert front.complete(model="nope").status_code == 404
+    assert front.complete(model="nope").json()["error"]["param"] == "model"
+    assert front.complete(model="fake").status_code == 200
+    for method, path, status in (("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405)):
+        r = front.client.request(method, path)
+        assert r.status_code == status and r.json()["error"]["message"]
+    r = front.client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
+    assert r.status_code == 415
+    assert front.client.post("/v1/completions", content=b"prompt=x").status_code == 415
+
+
+def test_a_body_over_the_limit_is_refused_with_and_without_a_length(front):
+    head = {"content-type": "application/json"}
+    big = b" " * (33 << 20)
+    try:
+        assert front.client.post("/v1/completions", content=big, headers=head).status_code == 413
+    except Exception as e:  # the answer may be cut when the client is still sending
+        assert "Write" in type(e).__name__ or "Read" in type(e).__name__ or "Remote" in type(e).__name__
+
+    def parts():
+        for _ in range(33):
+            yield b" " * (1 << 20)
+
+    try:
+        assert front.client.post("/v1/completions", content=parts(), headers=head).status_code == 413
+    except Exception as e:
+        assert "Write" in type(e).__name__ or "Read" in type(e).__name__ or "Remote" in type(e).__name__
+    assert front.complete().status_code == 200
+
+
+def test_an_engine_s_refusal_becomes_its_status_and_ends_the_other_choices(front):
+    front.script = Script([], refuse=Refused(0, 429, "the queue is full"), start=False)
+    for stream in (False, True):
+        r = front.complete(stream=stream)
+        assert r.status_code == 429 and r.json()["error"]["type"] == "rate_limit_error" and r.headers["retry-after"]
+    front.script = lambda r: Script([*b"x"], refuse=Refused(0, 400, "never fits", "prompt") if r.sampling.choice else None)
+    r = front.complete(n=2)
+    assert r.status_code == 400 and r.json()["error"]["param"] == "prompt" and front.front.engine.live == 0
+
+
+def test_an_engine_s_error_is_a_500_with_its_reason(front):
+    front.script = Script([*b"x"], reason="error", error="component `codec` refused the row")
+    r = front.complete()
+    assert r.status_code == 500 and "codec" in r.json()["error"]["message"]
+    front.script = Script([*b"hello", EOS])
+    assert front.complete().status_code == 200
+
+
+def test_errors_do_not_repeat_the_prompt(front):
+    secret = "correct horse battery staple"
+    for r in (front.complete(prompt=secret, temperature=9), front.chat(secret, role=secret[:0], top_k="x")):
+        assert r.status_code == 400 and "horse" not in r.text
+    r = front.client.post(
+        "/v1/completions", content=json.dumps({"prompt": secret}).encode()[:-1], headers={"content-type": "application/json"}
+    )
+    assert r.status_code == 400 and "horse" not in r.text
