@@ -20,6 +20,8 @@ MEMORY = 1 << 30  # bytes of address space
 MAX_CHARS = 1 << 26  # of one rendering
 _PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
 
+# What Python needs to start, and what a date is written by; nothing secret.
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "TZ")
 _WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
@@ -44,6 +46,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -90,7 +93,7 @@ class ChatTemplate:
         if self._worker is not None and self._worker.poll() is None:
             return self._worker
         self._stop()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLIPSTREAM_")}
+        environment = {k: os.environ[k] for k in _ENVIRONMENT if k in os.environ}
         # -P: the script's own folder is not a place to import from; it has files named like the standard library's.
         command = [sys.executable, "-P", str(_WORKER)]
         self._worker = subprocess.Popen(

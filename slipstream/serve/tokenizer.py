@@ -64,6 +64,7 @@ class Tokenizer(ABC):
     def render_chat(
         self,
         messages: list[dict],
+        /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict] | None = None,
@@ -83,6 +84,7 @@ class Tokenizer(ABC):
     def apply_chat(
         self,
         messages: list[dict],
+        /,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict] | None = None,

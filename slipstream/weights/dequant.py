@@ -68,7 +68,8 @@ def dequantize(raw: np.ndarray, qtype: int) -> torch.Tensor:
         return torch.from_numpy(raw).view(_PLAIN[qtype]).float()
     if qtype in _FAST:
         convert, size = _FAST[qtype]
-        return torch.from_numpy(convert(raw.reshape(-1, size)).reshape(rows, -1))
+        blocks = raw.shape[1] // size
+        return torch.from_numpy(convert(raw.reshape(rows * blocks, size)).reshape(rows, blocks * BLOCK))
     return torch.from_numpy(_by_package(raw, qtype))
 
 

@@ -1,0 +1,172 @@
+"""GGUF files: the real one against what transformers reads, and small written ones for what it does not have."""
+
+import hashlib
+import json
+import pathlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ModelError
+from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.dequant import dequantize
+from slipstream.weights.gguf_file import GGUFFile
+from tests.helpers.checkpoints import smollm2
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+HIDDEN, HEADS, KEYS, INNER, VOCAB = 64, 4, 2, 96, 40
+
+
+def write_gguf(path, arch="llama", *, extra=(), tensors=None, qtype=None):
+    """A one-layer model in GGUF's own names, and the float32 arrays it was made from."""
+    import gguf
+
+    qtype = gguf.GGMLQuantizationType.F32 if qtype is None else qtype
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(1)
+    writer.add_context_length(256)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KEYS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in extra:
+        writer.add_float32(key, value) if isinstance(value, float) else writer.add_uint32(key, value)
+    kv = HIDDEN // HEADS * KEYS
+    shapes = {
+        "token_embd": (VOCAB, HIDDEN),
+        "blk.0.attn_q": (HIDDEN, HIDDEN),
+        "blk.0.attn_k": (kv, HIDDEN),
+        "blk.0.ffn_down": (HIDDEN, INNER),
+    }
+    arrays = {f"{name}.weight": rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    arrays |= tensors or {}
+    for name, array in arrays.items():
+        kind = qtype if array.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return arrays
+
+
+def test_the_real_file_equals_what_transformers_loads():
+    checkpoint = open_checkpoint(smollm2())
+    reference = json.loads((DATA / "smollm2_weights.json").read_text())["sha256"]
+    for name, digest in reference.items():
+        assert hashlib.sha256(checkpoint.tensor(name).numpy().tobytes()).hexdigest() == digest, name
+
+
+def test_the_real_files_config():
+    config = open_checkpoint(smollm2()).config
+    expected = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "vocab_size": 49152,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": [2],
+    }
+    assert {k: config[k] for k in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["model.layers.3.self_attn.q_proj.weight", "model.layers.7.mlp.down_proj.weight"])
+def test_a_part_equals_that_part_of_the_whole(name):
+    checkpoint = open_checkpoint(smollm2())
+    whole = checkpoint.tensor(name)
+    for rows, cols in [((0, 64), None), ((64, 192), (33, 100)), (None, (1, 2)), ((575, 576), (0, 576)), ((5, 5), None)]:
+        r, c = slice(*(rows or (None, None))), slice(*(cols or (None, None)))
+        part = checkpoint.tensor(name, rows=rows, cols=cols)
+        assert torch.equal(part, whole[r, c]) and part.is_contiguous()
+
+
+def test_rotary_rows_of_llama_are_put_back_and_those_of_qwen_left(tmp_path):
+    for arch in ("llama", "qwen3"):
+        arrays = write_gguf(tmp_path / f"{arch}.gguf", arch)
+        checkpoint = open_checkpoint(tmp_path / f"{arch}.gguf")
+        for short, heads in (("q", HEADS), ("k", KEYS)):
+            stored = arrays[f"blk.0.attn_{short}.weight"]
+            if arch == "llama":  # llama.cpp: [heads, 2, half] -> [heads, half, 2]
+                stored = stored.reshape(heads, -1, 2, HIDDEN).swapaxes(1, 2).reshape(stored.shape)
+            read = checkpoint.tensor(f"model.layers.0.self_attn.{short}_proj.weight")
+            assert np.array_equal(read.numpy(), stored)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_every_type_is_dequantized_as_the_gguf_package_does(kind):
+    import gguf
+
+    qtype = gguf.GGMLQuantizationType[kind]
+    raw = gguf.quants.quantize(np.random.default_rng(1).standard_normal((7, 96), dtype=np.float32), qtype).view(np.uint8)
+    assert np.array_equal(dequantize(raw, int(qtype)).numpy(), gguf.quants.dequantize(raw, qtype))
+
+
+def test_k_quants_go_through_the_package():
+    import gguf
+
+    raw = np.random.default_rng(1).integers(0, 60, (3, 144 * 2), dtype=np.uint8)
+    qtype = gguf.GGMLQuantizationType.Q4_K
+    np.testing.assert_array_equal(dequantize(raw, int(qtype)).numpy(), gguf.quants.dequantize(raw, qtype))
+
+
+def test_llama3_scaling_is_found_from_its_divisors(tmp_path):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+    config = LlamaConfig(hidden_size=HIDDEN, num_attention_heads=HEADS, rope_parameters=scaling, max_position_embeddings=131072)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 16, 2).float() / 16)
+    divisors = {"rope_freqs.weight": (plain / scaled).numpy()}
+    write_gguf(tmp_path / "m.gguf", extra=[("llama.rope.freq_base", 500000.0)], tensors=divisors)
+    assert open_checkpoint(tmp_path / "m.gguf").config["rope_parameters"] == scaling
+    write_gguf(tmp_path / "n.gguf", tensors={"rope_freqs.weight": np.full(8, 3.0, np.float32)})
+    with pytest.raises(ModelError, match="rope_freqs"):
+        open_checkpoint(tmp_path / "n.gguf")
+
+
+def test_an_unknown_architecture_keeps_its_name(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "strange")
+    assert open_checkpoint(tmp_path / "m.gguf").architecture == "strange"
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match="lm_head.weight"):
+        checkpoint.tensor("lm_head.weight")
+    with pytest.raises(ModelError, match="embed_tokens"):
+        checkpoint.tensor("model.embed_tokens.weight", (VOCAB + 1, HIDDEN))
+
+
+def test_damaged_files_are_refused_not_read(tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    good = (tmp_path / "m.gguf").read_bytes()
+    huge = good[:8] + struct.pack("<QQ", 1 << 60, 1 << 60) + good[24:]
+    damaged = [b"", b"GGU", good[:4], good[:100], good[:-1], b"PK" + good[2:], huge]
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        copy = bytearray(good)
+        copy[rng.integers(4, 900)] = rng.integers(256)
+        damaged.append(bytes(copy))
+    for data in damaged:
+        (tmp_path / "bad.gguf").write_bytes(data)
+        try:
+            file = GGUFFile(tmp_path / "bad.gguf")
+            for name in file.tensors:
+                file.raw(name)
+        except ModelError:
+            pass
