@@ -1,51 +1,55 @@
-"""Messages between the conductor and a group, addressed by (request, link of its walk). Plain values; `wire` encodes them.
+"""Messages between the conductor and a group, addressed by (request, link of its walk), and their bytes.
 
-`value` is a text, a numpy array, or what msgpack can carry; None with `last` is an end that came alone. Every request opened at
-a group is answered by exactly one `Done` or `Failed`, an aborted one too; `Failed` may be followed by nothing.
+A value is a text, a numpy array, or what msgpack can carry; None with `last` is an end that came alone. Arrays of more than
+`INLINE` bytes travel through a transport and stand in the message as `Stored`. Every request opened at a group is answered by
+exactly one `Done` or `Failed`, an aborted one by `Done`; nothing of it follows.
 """
 
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+import numpy as np
 
-@dataclass(frozen=True)
-class Open:
+INLINE = 4096
+_LENGTH = struct.Struct("<I")
+_ID = struct.Struct("<q")
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
     """A request's part in this group begins. The group derives the plan from (walk, wanted), as the conductor did."""
 
     id: int
     walk: str
     wanted: tuple[str, ...]
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, eq=False)
-class Feed:
-    """A piece for a link that ends in this group."""
+class Feed(msgspec.Struct, frozen=True, tag=True, eq=False):
+    """A piece for a link that ends in this group. `tag` is the transport's id of the value, 0 for none."""
 
     id: int
     link: int
     value: Any
     last: bool
-    tag: int = 0  # the transport's id of the value, 0 for none; set by the receiving side
+    tag: int = 0
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(msgspec.Struct, frozen=True, tag=True):
     """Ends one component of a request, or all: what it has sent stays, its outputs end, nothing of it follows."""
 
     id: int
     component: str | None = None
 
 
-@dataclass(frozen=True)
-class Abort:
-    """The client is gone: the request's part is dropped and answered with Done."""
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """The client is gone: the request's part is dropped."""
 
     id: int
 
 
-@dataclass(frozen=True)
-class Took:
+class Took(msgspec.Struct, frozen=True, tag=True):
     """`count` pieces of a link were used, so its producer may send as many more."""
 
     id: int
@@ -53,23 +57,28 @@ class Took:
     count: int
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A piece for a link that starts in this group and ends elsewhere."""
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """A process of the transport is gone; what it held is released."""
+
+    peer: int
+    id: int = 0
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True, eq=False):
+    """A piece for a link that starts in this group and ends elsewhere: at component `to`, or at the client ("out")."""
 
     id: int
     link: int
     value: Any
     last: bool
+    to: str
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, tag=True):
     """A component refused the request or its step raised. `status`: 400 where the request's content is at fault, else 500."""
 
     id: int
@@ -78,5 +87,77 @@ class Failed:
     status: int = 500
 
 
-ToGroup = Open | Feed | Stop | Abort | Took
-FromGroup = Piece | Took | Done | Failed
+class Up(msgspec.Struct, frozen=True, tag=True):
+    """The group has loaded, or could not: `error` says why."""
+
+    error: str = ""
+    id: int = 0
+
+
+ToGroup = Open | Feed | Stop | Abort | Took | Forget
+FromGroup = Piece | Took | Done | Failed | Up
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A value that lies in the transport."""
+
+    id: int
+
+
+def _enc(value: Any) -> msgspec.msgpack.Ext:
+    if isinstance(value, Stored):
+        return msgspec.msgpack.Ext(2, _ID.pack(value.id))
+    if isinstance(value, np.ndarray):
+        head = msgspec.msgpack.encode((value.dtype.str, value.shape))
+        return msgspec.msgpack.Ext(1, _LENGTH.pack(len(head)) + head + value.tobytes())
+    if isinstance(value, np.generic):
+        return _enc(np.asarray(value))
+    raise TypeError(f"a value of {type(value).__name__} cannot be sent")
+
+
+def _ext(code: int, data: memoryview) -> Any:
+    if code == 2:
+        return Stored(_ID.unpack(data)[0])
+    (n,) = _LENGTH.unpack_from(data)
+    dtype, shape = msgspec.msgpack.decode(data[4 : 4 + n])
+    return np.frombuffer(bytes(data[4 + n :]), np.dtype(dtype)).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_enc)
+_decoders = {to: msgspec.msgpack.Decoder(to, ext_hook=_ext) for to in (ToGroup, FromGroup)}
+
+
+def _plain(message: Any) -> Any:
+    """`Stored` is itself a struct, so msgspec would not ask the hook for it."""
+    value = getattr(message, "value", None)
+    return msgspec.structs.replace(message, value=_enc(value)) if isinstance(value, Stored) else message
+
+
+def encode(message: Any) -> bytes:
+    """One message with its length before it."""
+    body = _encoder.encode(_plain(message))
+    return _LENGTH.pack(len(body)) + body
+
+
+def with_value(message: Any, value: Any, tag: int = 0) -> Any:
+    """The message with another value, and the tag of a Feed."""
+    more = {"tag": tag} if tag else {}
+    return msgspec.structs.replace(message, value=value, **more)
+
+
+class Frames:
+    """Cuts a byte stream into messages. `kind` is ToGroup or FromGroup."""
+
+    def __init__(self, kind: Any):
+        self._decode = _decoders[kind].decode
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            (n,) = _LENGTH.unpack_from(self._buffer)
+            if len(self._buffer) < 4 + n:
+                return
+            body = bytes(self._buffer[4 : 4 + n])
+            del self._buffer[: 4 + n]
+            yield self._decode(body)

@@ -246,15 +246,18 @@ class Work:
         return Row(job.request.id, job.request.plan.walk.name, job.request.params, inputs, job.branches, last, job)
 
     def run(self, name: str, rows: list[Row]) -> Sequence[Result]:
-        """Calls the component's step. A raise fails the rows of this step, not the group."""
+        """Calls the component's step. A raise fails rows, not the group: the one that causes it where no row has a state, so that
+        each can be run again alone, else all of this step."""
         try:
             results = self.steps[name](rows)
             if len(results) != len(rows):
                 raise RuntimeError(f"the step returned {len(results)} results for {len(rows)} rows")
             return results
-        except BadRequest as e:
-            return [Result(error=str(e), refused=True) for _ in rows]
         except Exception as e:
+            if len(rows) > 1 and all(row.branches == [None] for row in rows):
+                return [self.run(name, [row])[0] for row in rows]
+            if isinstance(e, BadRequest):
+                return [Result(error=str(e), refused=True) for _ in rows]
             return [Result(error=f"{type(e).__name__}: {e}") for _ in rows]
 
     def settle(self, name: str, rows: Sequence[Row], results: Sequence[Result]) -> None:
@@ -347,7 +350,7 @@ class Work:
             self._push(job, port, i, value, last, 0)
             self._advance(job)
         else:
-            self.effects.append(Piece(request.id, i, value, last))
+            self.effects.append(Piece(request.id, i, value, last, name))
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
@@ -386,6 +389,12 @@ class Work:
     def _fail(self, job: Job, message: str, refused: bool = False) -> None:
         self._drop(job.request)
         self.effects.append(Failed(job.request.id, job.component.name, message, 400 if refused else 500))
+
+    def fail(self, id: int, component: str, message: str) -> None:
+        """Ends a request whose piece could not be read or sent."""
+        if id in self.requests:
+            self._drop(self.requests[id])
+            self.effects.append(Failed(id, component, message))
 
     def _drop(self, request: Request) -> None:
         """Forgets a request and releases what it holds."""

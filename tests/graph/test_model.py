@@ -9,9 +9,25 @@ from .toys import component
 
 HEAR = component("hear", {"audio": "array"}, {"text": "text"}, role="encoder")
 SAY = component("say", {"text": "text/chunks"}, {"audio": "array"}, role="codec")
-TALK = component("talk", {"prompt": "text", "back": "array/partial"}, {"text": "text", "code": "array", "stop": "value"}, role="autoregressive")
-IN, OUT, BACK = Edge("in.audio", "hear.audio"), Stream("say.audio", "out.audio"), Loop("talk.code", "talk.back", Until(9, "stop"))
-GOOD = (IN, Edge("hear.text", "talk.prompt"), BACK, Stream("talk.text", "say.text", Fixed(1)), Stream("talk.text", "out.text"), OUT)
+TALK = component(
+    "talk",
+    {"prompt": "text", "back": "array/partial"},
+    {"text": "text", "code": "array", "stop": "value"},
+    role="autoregressive",
+)
+IN, OUT, BACK = (
+    Edge("in.audio", "hear.audio"),
+    Stream("say.audio", "out.audio"),
+    Loop("talk.code", "talk.back", Until(9, "stop")),
+)
+GOOD = (
+    IN,
+    Edge("hear.text", "talk.prompt"),
+    BACK,
+    Stream("talk.text", "say.text", Fixed(1)),
+    Stream("talk.text", "out.text"),
+    OUT,
+)
 
 
 def model(*links, forks=(), components=(HEAR, SAY, TALK), name="w"):
@@ -89,7 +105,12 @@ def test_a_plan_holds_what_leads_to_the_wanted_outputs_and_no_more():
     m = model(*GOOD)
     assert make_plan(m, "w").components == ("hear", "talk", "say")
     text = make_plan(m, "w", ("text",))
-    assert text.components == ("hear", "talk") and [text.link(i).target for i in text.links] == ["hear.audio", "talk.prompt", "talk.back", "out.text"]
+    assert text.components == ("hear", "talk") and [text.link(i).target for i in text.links] == [
+        "hear.audio",
+        "talk.prompt",
+        "talk.back",
+        "out.text",
+    ]
 
 
 @pytest.mark.parametrize(

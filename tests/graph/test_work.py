@@ -22,18 +22,32 @@ def work(*walks, components=(COUNT, ECHO, ADD), here=None, steps=None):
 
 def feed(w, id, link, *values, last=True, tags=None):
     for i, v in enumerate(values):
-        w.on(Feed(id, link, None if v is None else np.atleast_1d(np.array(v)), last and i == len(values) - 1, (tags or {}).get(i, 0)))
+        w.on(
+            Feed(
+                id,
+                link,
+                None if v is None else np.atleast_1d(np.array(v)),
+                last and i == len(values) - 1,
+                (tags or {}).get(i, 0),
+            )
+        )
 
 
 def pieces(w, id, link=None):
-    return [p.value.tolist() for p in w.effects if isinstance(p, Piece) and p.id == id and p.value is not None and link in (None, p.link)]
+    return [
+        p.value.tolist()
+        for p in w.effects
+        if isinstance(p, Piece) and p.id == id and p.value is not None and link in (None, p.link)
+    ]
 
 
 def kinds(w, id):
     return [type(e).__name__ for e in w.effects if e.id == id]
 
 
-PAIR = Walk("pair", (Edge("in.start", "count.start"), Stream("count.number", "echo.x", Fixed(2, True)), Stream("echo.y", "out.y")))
+PAIR = Walk(
+    "pair", (Edge("in.start", "count.start"), Stream("count.number", "echo.x", Fixed(2, True)), Stream("echo.y", "out.y"))
+)
 
 
 def test_a_stream_flows_and_the_last_is_marked():
@@ -52,7 +66,10 @@ def test_credit_bounds_what_is_unread_on_every_edge():
     w.on(Open(1, "pair", ("y",)))
     feed(w, 1, 0, 0)
     drive(w)
-    assert len(pieces(w, 1)) == 4 and sum(map(len, pieces(w, 1))) + sum(c._have - c._fresh for c in w.requests[1].jobs["echo"].cutters.values()) <= 12
+    assert (
+        len(pieces(w, 1)) == 4
+        and sum(map(len, pieces(w, 1))) + sum(c._have - c._fresh for c in w.requests[1].jobs["echo"].cutters.values()) <= 12
+    )
     before = len(pieces(w, 1))
     w.on(Took(1, 2, 1))
     drive(w)
@@ -211,7 +228,10 @@ def test_ff70_a_codec_that_ends_before_its_input_is_caught():
     def hasty(rows):
         return [Result({"y": r.inputs["x"].data}, done=True) for r in rows]
 
-    w = work(Walk("e", (Stream("in.x", "echo.x"), Stream("echo.y", "out.y"))), steps={"count": Counter(), "echo": hasty, "add": Adder()})
+    w = work(
+        Walk("e", (Stream("in.x", "echo.x"), Stream("echo.y", "out.y"))),
+        steps={"count": Counter(), "echo": hasty, "add": Adder()},
+    )
     w.on(Open(1, "e", ("y",)))
     feed(w, 1, 0, [1], last=False)
     drive(w)
@@ -222,9 +242,14 @@ def test_a_raise_or_a_refusal_ends_its_rows_and_names_the_component():
     def step(rows):
         if any(r.params.get("raise") for r in rows):
             raise ZeroDivisionError("oops")
-        return [Result(error="no such voice", refused=True) if r.params.get("bad") else Result({"y": r.inputs["x"].data}) for r in rows]
+        return [
+            Result(error="no such voice", refused=True) if r.params.get("bad") else Result({"y": r.inputs["x"].data})
+            for r in rows
+        ]
 
-    w = work(Walk("e", (Edge("in.x", "echo.x"), Edge("echo.y", "out.y"))), steps={"count": Counter(), "echo": step, "add": Adder()})
+    w = work(
+        Walk("e", (Edge("in.x", "echo.x"), Edge("echo.y", "out.y"))), steps={"count": Counter(), "echo": step, "add": Adder()}
+    )
     for id, params in ((1, {}), (2, {"bad": True})):
         w.on(Open(id, "e", ("y",), params))
         feed(w, id, 0, [id])
@@ -258,7 +283,15 @@ def test_an_empty_stream_ends_without_a_step_and_an_empty_text_is_a_value():
 
 
 def test_unwanted_outputs_are_not_computed():
-    walk = Walk("w", (Edge("in.start", "count.start"), Stream("count.number", "echo.x", window=99), Stream("echo.y", "out.y"), Edge("count.number", "out.n")))
+    walk = Walk(
+        "w",
+        (
+            Edge("in.start", "count.start"),
+            Stream("count.number", "echo.x", window=99),
+            Stream("echo.y", "out.y"),
+            Edge("count.number", "out.n"),
+        ),
+    )
     w = work(walk)
     w.on(Open(1, "w", ("n",), {"upto": 3}))
     feed(w, 1, 0, 0)

@@ -1,8 +1,12 @@
 """Small components and a driver for tests of the graph."""
 
+import os
+import time
+
 import numpy as np
 
-from slipstream.graph.model import Component, Port
+from slipstream.graph.chunks import Fixed
+from slipstream.graph.model import Component, Edge, Model, Port, Stream, Walk
 from slipstream.graph.work import Result, Work
 
 
@@ -58,3 +62,60 @@ def drive(work: Work, limit=10_000):
             return
         work.settle(*taken, work.run(*taken))
     raise AssertionError("the work never ends")
+
+
+class Tone:
+    """One array of `size` numbers per text, each the text's length; "slow" sleeps, "die" kills, "raise" and "bad" fail."""
+
+    def __init__(self, size=8, name="tone"):
+        self.size = size
+
+    def __call__(self, rows):
+        out = []
+        for r in rows:
+            text = r.inputs["text"].data.lower()
+            if "die" in text:
+                os.kill(os.getpid(), 9)
+            if "raise" in text:
+                raise RuntimeError("no tone for this")
+            if "slow" in text:
+                time.sleep(0.2)
+            if "bad" in text:
+                out.append(Result(error="not a text to say", refused=True))
+                continue
+            out.append(Result({"audio": np.full(self.size, len(text), np.int32)}))
+        return out
+
+
+def broken(**settings):
+    raise FileNotFoundError("no weights here")
+
+
+def words(**settings):
+    def step(rows):
+        return [Result({"word": r.inputs["text"].data.strip().upper()}) for r in rows]
+
+    return step
+
+
+def total(**settings):
+    def step(rows):
+        return [Result({"sum": np.array([float(r.inputs["audio"].data.sum())])}) for r in rows]
+
+    return step
+
+
+WORDS = component("words", {"text": "text/partial"}, {"word": "text"}, step="tests.graph.toys:words")
+TONE = component("tone", {"text": "text/partial"}, {"audio": "array"}, role="codec", step="tests.graph.toys:Tone", max_rows=2)
+SUM = component("sum", {"audio": "array"}, {"sum": "array"}, role="encoder", step="tests.graph.toys:total")
+BROKEN = component("broken", {"text": "text"}, {"audio": "array"}, role="codec", step="tests.graph.toys:broken")
+SAY = (Stream("in.text", "words.text"), Stream("words.word", "tone.text", Fixed(1, True)))
+TOY = Model(
+    "toy",
+    (WORDS, TONE, SUM),
+    (
+        Walk("say", (*SAY, Stream("tone.audio", "out.audio"), Stream("words.word", "out.text"))),
+        Walk("add", (*SAY, Edge("tone.audio", "sum.audio"), Edge("sum.sum", "out.sum"))),
+    ),
+)
+UNREADY = Model("unready", (BROKEN,), (Walk("w", (Edge("in.text", "broken.text"), Edge("broken.audio", "out.audio"))),))

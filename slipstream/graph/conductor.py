@@ -1,0 +1,269 @@
+"""Drives requests through their walks, beside the front end. One event loop, no torch, no threads.
+
+A group is reached through the small `Group` interface below, whether it is a worker process, this process, or a language model
+served by the log. The conductor forwards pieces and credit between groups, holds what a client has not read (bounded by the
+same credit), and ends every request exactly once: by its outputs' ends, by a failure that names a component, or by an abort.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from slipstream.errors import BadRequest, EngineDown, SlipstreamError
+from slipstream.graph.chunks import join, units
+from slipstream.graph.messages import Abort, Done, Failed, Feed, Forget, FromGroup, Open, Piece, Stop, Stored, ToGroup, Took
+from slipstream.graph.model import Edge, Model, Stream
+from slipstream.graph.plan import Plan, make_plan
+from slipstream.graph.work import MAX_GATHERED
+from slipstream.transport.base import Transport
+
+MAX_UNREAD = 1 << 16  # outputs of one request that wait for its client; only a producer without credit can get there
+
+
+class RequestFailed(SlipstreamError):
+    """A component ended the request. `status` is 400 where the request's content is at fault."""
+
+    def __init__(self, component: str, message: str, status: int = 500):
+        super().__init__(f"{component}: {message}")
+        self.component = component
+        self.status = status
+
+
+class Output(NamedTuple):
+    """Something for the client. `value` is None where an end came alone."""
+
+    port: str
+    value: Any
+    last: bool
+
+
+class Group(Protocol):
+    """One group, as the conductor sees it. `send` never blocks; the group calls `on_event` and `on_down` on the event loop."""
+
+    components: tuple[str, ...]
+    peer: int  # its number in the transport, -1 for none
+    up: bool
+    on_event: Callable[["Group", FromGroup], None]
+    on_down: Callable[["Group", str], None]
+
+    def send(self, message: ToGroup) -> None: ...
+
+
+class Run:
+    """One request under way. Iterate for its outputs; feed its inputs; stop or abort it."""
+
+    def __init__(self, conductor: "Conductor", id: int, plan: Plan, groups: Sequence[Group]):
+        self.id = id
+        self.plan = plan
+        self.failure: SlipstreamError | None = None
+        self._conductor = conductor
+        self._open = list(groups)  # groups that have not answered Done or Failed
+        self._wanted = set(plan.wanted)  # outputs that have not ended
+        self._queue: deque[tuple[int, Output]] = deque()
+        self._wake = asyncio.Event()  # an output, a credit or the end
+        self._credit = {
+            i: link.window for i in plan.links if isinstance(link := plan.link(i), Stream) and link.source.startswith("in.")
+        }
+        self._gathered: dict[str, list[Any]] = {}
+        self._sizes: dict[str, int] = {}
+        self._ended = False  # nothing more for the client
+
+    def __aiter__(self) -> "Run":
+        return self
+
+    async def __anext__(self) -> Output:
+        """The next output. Raises RequestFailed or EngineDown where the request failed, after what came before it."""
+        while not self._queue:
+            if self.failure:
+                raise self.failure
+            if self._ended or not self._wanted:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        link, output = self._queue.popleft()
+        if isinstance(self.plan.link(link), Stream) and output.value is not None:
+            self._conductor.took(self, link, 1)
+        return output
+
+    async def feed(self, port: str, value: Any, last: bool = False) -> None:
+        """Gives a piece of an input; waits while a consumer has no credit left. Raises what ended the request."""
+        if port not in self.plan.given:
+            raise BadRequest(f"walk {self.plan.walk.name}: this request has no input {port}", port)
+        for i in self.plan.links:
+            link = self.plan.link(i)
+            if link.source != f"in.{port}":
+                continue
+            if isinstance(link, Edge):
+                self._gather(port, i, value, last)
+                continue
+            while self._credit[i] < 1 and value is not None and not self._ended:
+                self._wake.clear()
+                await self._wake.wait()
+            if value is not None:
+                self._credit[i] -= 1
+            self._give(i, value, last)
+        if self.failure:
+            raise self.failure
+
+    def _gather(self, port: str, i: int, value: Any, last: bool) -> None:
+        pieces = self._gathered.setdefault(port, [])
+        if value is not None and units(value):
+            pieces.append(value)
+            self._sizes[port] = self._sizes.get(port, 0) + (value.nbytes if isinstance(value, np.ndarray) else len(str(value)))
+        if self._sizes.get(port, 0) > MAX_GATHERED:
+            raise BadRequest(f"input {port} is larger than {MAX_GATHERED} bytes", port, 413)
+        if last:
+            self._give(i, join(pieces) if pieces else None, True)
+
+    def _give(self, i: int, value: Any, last: bool) -> None:
+        group = self._conductor.group_of(self.plan.link(i).target)
+        if group in self._open:
+            group.send(Feed(self.id, i, value, last))
+
+    def stop(self, component: str | None = None) -> None:
+        """Ends one component (or all) early; what was made until then still comes, and the outputs end in good order."""
+        for group in list(self._open):
+            if component is None or component in group.components:
+                group.send(Stop(self.id, component))
+
+    def abort(self) -> None:
+        """The client is gone. Idempotent; nothing more comes."""
+        self._end()
+        self._queue.clear()
+        for group in self._open:
+            group.send(Abort(self.id))
+
+    def _end(self, failure: SlipstreamError | None = None) -> None:
+        if not self._ended:
+            self._ended = True
+            self.failure = failure
+        self._wake.set()
+
+    def _output(self, i: int, piece: Output) -> None:
+        if self._ended:
+            return
+        if piece.last:
+            self._wanted.discard(piece.port)
+        self._queue.append((i, piece))
+        self._wake.set()
+
+
+class Conductor:
+    """All requests of one composite model. `transport` is this process's end, for values that lie there."""
+
+    def __init__(self, model: Model, groups: Sequence[Group], transport: Transport | None = None):
+        self.model = model
+        self.groups = list(groups)
+        self.transport = transport
+        self.runs: dict[int, Run] = {}
+        self._ids = itertools.count(1)
+        self._group_of = {name: group for group in groups for name in group.components}
+        for group in groups:
+            group.on_event, group.on_down = self._event, self._down
+
+    def group_of(self, place: str) -> Group:
+        return self._group_of[place.split(".")[0]]
+
+    def open(
+        self,
+        walk: str,
+        wanted: Collection[str] | None = None,
+        given: Collection[str] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> Run:
+        """Begins a request. Raises BadRequest for a plan that could not end well, EngineDown where a group of it is not up."""
+        plan = make_plan(self.model, walk, wanted, given)
+        groups = [g for g in self.groups if any(c in plan.components for c in g.components)]
+        for group in groups:
+            if not group.up:
+                raise EngineDown(f"component {next(c for c in group.components if c in plan.components)} is not up")
+        run = Run(self, next(self._ids), plan, groups)
+        self.runs[run.id] = run
+        for group in groups:
+            group.send(Open(run.id, walk, plan.wanted, params or {}))
+        return run
+
+    def took(self, run: Run, i: int, count: int) -> None:
+        """Gives credit to a link's producer."""
+        source = run.plan.link(i).source
+        if source.startswith("in."):
+            run._credit[i] += count
+            run._wake.set()
+        elif (group := self.group_of(source)) in run._open:
+            group.send(Took(run.id, i, count))
+
+    def _event(self, group: Group, event: FromGroup) -> None:
+        run = self.runs.get(event.id)
+        match event:
+            case Piece():
+                self._piece(run, event)
+            case Took(link=link, count=count) if run:
+                self.took(run, link, count)
+            case Done() if run:
+                self._answered(run, group)
+            case Failed(component=component, message=message, status=status) if run:
+                self._answered(run, group)
+                self._fail(run, RequestFailed(component, message, status))
+
+    def _piece(self, run: Run | None, piece: Piece) -> None:
+        """Forwards a piece to its group, which also releases it if the request is gone there, or to the client."""
+        assert run, "a group answers Done after its last piece"
+        target, port = run.plan.link(piece.link).target.split(".")
+        if target != "out":
+            group = self._group_of[target]
+            value = self._fetch(piece.value) if group.peer < 0 else piece.value
+            group.send(Feed(run.id, piece.link, value, piece.last))
+            return
+        run._output(piece.link, Output(port, self._fetch(piece.value), piece.last))
+        if len(run._queue) > MAX_UNREAD:
+            run._queue.clear()
+            link = run.plan.link(piece.link)
+            self._fail(run, RequestFailed(target, f"edge {link.source} -> {link.target}: the client does not read"))
+
+    def _fetch(self, value: Any) -> Any:
+        if not isinstance(value, Stored):
+            return value
+        assert self.transport
+        copy = self.transport.get([value.id])[0].copy()
+        self.transport.release([value.id])
+        return copy
+
+    def _answered(self, run: Run, group: Group) -> None:
+        """A group has no more of this request. What still goes there is thrown away there, so its producers get free credit."""
+        if group not in run._open:
+            return
+        run._open.remove(group)
+        for i in run.plan.links:
+            link = run.plan.link(i)
+            if isinstance(link, Stream) and link.target.split(".")[0] in group.components:
+                self.took(run, i, 1 << 30)
+        if not run._open:
+            del self.runs[run.id]
+            run._wake.set()
+
+    def _fail(self, run: Run, failure: SlipstreamError) -> None:
+        run._end(failure)
+        for group in run._open:
+            group.send(Abort(run.id))
+
+    def forget(self, group: Group) -> None:
+        """What a group's process held in the transport is released; called when it has gone and before its successor serves."""
+        if group.peer < 0:
+            return
+        if self.transport:
+            self.transport.forget(group.peer)
+        for other in self.groups:
+            if other is not group and other.up:
+                other.send(Forget(group.peer))
+
+    def _down(self, group: Group, reason: str) -> None:
+        """A group's process is gone: each request of it ends with one error; the others go on."""
+        self.forget(group)
+        for run in [r for r in self.runs.values() if group in r._open]:
+            component = next(c for c in group.components if c in run.plan.components)
+            self._answered(run, group)
+            self._fail(run, RequestFailed(component, f"its process ended: {reason}", 500))

@@ -1,0 +1,241 @@
+"""Groups as the conductor's `Group`: functions in this process, a worker process, a coroutine. One event loop, no torch."""
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import BadRequest
+from slipstream.graph.chunks import join
+from slipstream.graph.conductor import Group
+from slipstream.graph.messages import (
+    INLINE,
+    Abort,
+    Done,
+    Failed,
+    Feed,
+    Forget,
+    Frames,
+    FromGroup,
+    Open,
+    Piece,
+    Stop,
+    Stored,
+    ToGroup,
+    Up,
+    encode,
+    with_value,
+)
+from slipstream.graph.model import Edge, Model
+from slipstream.graph.plan import Plan, make_plan
+from slipstream.graph.work import Work
+from slipstream.transport.base import Transport, TransportError, TransportFull
+
+ROOM_WAIT = 30.0  # seconds that a piece waits for room in the transport before its request is ended
+
+
+class LocalGroup:
+    """Components whose steps are quick, run between the events of this loop. Values are handed on as they are: no copy."""
+
+    peer = -1
+    up = True
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.components = tuple(c.name for c in work.components)
+        self.on_event: Callable[[Group, FromGroup], None]
+        self.on_down: Callable[[Group, str], None]
+        self._pumping = False
+
+    def send(self, message: ToGroup) -> None:
+        if isinstance(message, Forget):
+            return
+        self.work.on(message)
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """One step, then the loop's turn."""
+        self._pumping = False
+        taken = self.work.take()
+        if taken:
+            self.work.settle(*taken, self.work.run(*taken))
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+        effects, self.work.effects = self.work.effects, []
+        for event in effects:
+            self.on_event(self, event)
+
+
+class ProcessGroup:
+    """A worker process, reached by a stream socket. `transport` is this process's end of what both share."""
+
+    def __init__(self, components: tuple[str, ...], peer: int, transport: Transport):
+        self.components = components
+        self.peer = peer
+        self.up = False
+        self.transport = transport
+        self.on_event: Callable[[Group, FromGroup], None]
+        self.on_down: Callable[[Group, str], None]
+        self.on_up: Callable[[], None] = lambda: None
+        self._writer: asyncio.StreamWriter | None = None
+        self._waiting: deque[Any] = deque()  # messages behind one that the transport has no room for
+        self._since = 0.0  # when the first of them began to wait
+        self._retry: asyncio.TimerHandle | None = None
+        self._ending: dict[int, Failed] = {}  # requests aborted for a value that could not be sent: what to answer for Done
+
+    async def serve(self, sock: socket.socket) -> str:
+        """Talks to the worker until its end, and returns why it ended."""
+        reader, self._writer = await asyncio.open_connection(sock=sock)
+        frames, reason = Frames(FromGroup), "its connection was closed"
+        try:
+            while data := await reader.read(1 << 18):
+                for event in frames.feed(data):
+                    if isinstance(event, Up):
+                        if event.error:
+                            return event.error
+                        self.up = True
+                        self.on_up()
+                    else:
+                        self._event(event)
+        except OSError as e:
+            reason = str(e)
+        finally:
+            self._close(reason)
+        return reason
+
+    def _event(self, event: FromGroup) -> None:
+        if isinstance(event, Done | Failed) and event.id in self._ending:
+            event = self._ending.pop(event.id)
+        self.on_event(self, event)
+
+    def _close(self, reason: str) -> None:
+        was_up, self.up = self.up, False
+        if self._retry:
+            self._retry.cancel()
+            self._retry = None
+        self._waiting.clear()
+        self._ending.clear()
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+        if was_up:
+            self.on_down(self, reason)
+
+    def send(self, message: ToGroup) -> None:
+        if self._writer is None:
+            return
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.append(message)
+        if self._retry is None:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._retry = None
+        while self._waiting and self._writer:
+            message = self._waiting[0]
+            try:
+                message = self._store(message)
+            except TransportFull as e:
+                if time.monotonic() - self._since < ROOM_WAIT:
+                    self._retry = asyncio.get_running_loop().call_later(0.005, self._flush)
+                    return
+                message = self._give_up(message, e)
+            except TransportError as e:
+                message = self._give_up(message, e)
+            self._waiting.popleft()
+            self._since = time.monotonic()
+            self._writer.write(encode(message))
+
+    def _give_up(self, message: Any, error: TransportError) -> Abort:
+        self._ending[message.id] = Failed(message.id, self.components[0], str(error))
+        return Abort(message.id)
+
+    def _store(self, message: Any) -> Any:
+        value = getattr(message, "value", None)
+        if isinstance(value, np.ndarray) and value.nbytes > INLINE:
+            return with_value(message, Stored(self.transport.put([value], [self.peer])[0]))
+        return message
+
+
+Serve = Callable[[dict[str, Any], Any], AsyncIterator[tuple[str, Any]]]
+
+
+class TaskGroup:
+    """A component that is one async iterator per request: how a language model behind the log joins a walk.
+
+    `serve(params, value)` gets the component's one whole input and yields (output, value); its end ends the outputs, and
+    closing it ends the request at the model. Its pieces come at the model's pace; its length limit bounds them.
+    """
+
+    peer = -1
+
+    def __init__(self, model: Model, component: str, serve: Serve):
+        self.components = (component,)
+        self.up = True
+        self.on_event: Callable[[Group, FromGroup], None]
+        self.on_down: Callable[[Group, str], None]
+        self._model, self._serve = model, serve
+        self._requests: dict[int, tuple[Plan, dict[str, Any]]] = {}
+        self._tasks: dict[int, asyncio.Task] = {}
+
+    def send(self, message: ToGroup) -> None:
+        match message:
+            case Open(id=id):
+                self._requests[id] = (make_plan(self._model, message.walk, message.wanted), message.params)
+            case Feed(id=id) if message.last and id in self._requests and id not in self._tasks:
+                value = "" if message.value is None else message.value
+                self._tasks[id] = asyncio.get_running_loop().create_task(self._run(id, value))
+            case Abort(id=id) | Stop(id=id) if id in self._requests:
+                if task := self._tasks.pop(id, None):
+                    task.cancel()
+                self._finish(id, isinstance(message, Stop))
+
+    async def _run(self, id: int, value: Any) -> None:
+        plan, params = self._requests[id]
+        failure = None
+        stream = self._serve(params, value)
+        try:
+            gathered: dict[int, list[Any]] = {}
+            async for port, piece in stream:
+                for i in self._links(plan, port):
+                    if isinstance(plan.link(i), Edge):
+                        gathered.setdefault(i, []).append(piece)
+                    elif id in self._tasks:
+                        self._piece(id, i, piece, False)
+            for i, pieces in gathered.items():
+                if id in self._tasks:
+                    self._piece(id, i, join(pieces), False)
+        except BadRequest as e:
+            failure = Failed(id, self.components[0], str(e), 400)
+        except Exception as e:
+            failure = Failed(id, self.components[0], str(e) or type(e).__name__)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        if self._tasks.pop(id, None) is None:
+            return
+        if failure:
+            del self._requests[id]
+            self.on_event(self, failure)
+        else:
+            self._finish(id, True)
+
+    def _piece(self, id: int, i: int, value: Any, last: bool) -> None:
+        plan, _ = self._requests[id]
+        self.on_event(self, Piece(id, i, value, last, plan.link(i).target.split(".")[0]))
+
+    def _links(self, plan: Plan, port: str) -> list[int]:
+        return [i for i in plan.links if plan.link(i).source == f"{self.components[0]}.{port}"]
+
+    def _finish(self, id: int, ends: bool) -> None:
+        plan, _ = self._requests.pop(id)
+        for i in plan.links if ends else ():
+            if plan.link(i).source.startswith(self.components[0] + "."):
+                self.on_event(self, Piece(id, i, None, True, plan.link(i).target.split(".")[0]))
+        self.on_event(self, Done(id))
