@@ -134,7 +134,7 @@ class Run:
         """The client is gone. Idempotent; nothing more comes."""
         self._end()
         self._queue.clear()
-        for group in self._open:
+        for group in list(self._open):
             group.send(Abort(self.id))
 
     def _end(self, failure: SlipstreamError | None = None) -> None:
@@ -247,7 +247,7 @@ class Conductor:
 
     def _fail(self, run: Run, failure: SlipstreamError) -> None:
         run._end(failure)
-        for group in run._open:
+        for group in list(run._open):
             group.send(Abort(run.id))
 
     def forget(self, group: Group) -> None:

@@ -246,8 +246,8 @@ class Work:
         return Row(job.request.id, job.request.plan.walk.name, job.request.params, inputs, job.branches, last, job)
 
     def run(self, name: str, rows: list[Row]) -> Sequence[Result]:
-        """Calls the component's step. A raise fails rows, not the group: the one that causes it where no row has a state, so that
-        each can be run again alone, else all of this step."""
+        """Calls the component's step. A raise fails rows, not the group: the one that causes it where no row has a state, so
+        that each can be run again alone, else all of this step."""
         try:
             results = self.steps[name](rows)
             if len(results) != len(rows):
