@@ -153,7 +153,7 @@ class Server:
         return self.post("/v1/completions", {**GREEDY, "prompt": prompt, "max_tokens": max_tokens, **more})
 
     def stream(self, timeout: float = 60.0, **body: Any) -> Iterator[Event]:
-        """Events of a streamed completion; a non-200 answer is one event {"http": status, ...}."""
+        """Events of a streamed completion; an answer without a stream is one event {"http": status, "error": ...}."""
         connection = self._connect(timeout)
         try:
             connection.request(
@@ -164,7 +164,7 @@ class Server:
             )
             response = connection.getresponse()
             if response.status != 200:
-                yield Event(time.monotonic(), {"http": response.status, "body": response.read().decode()})
+                yield Event(time.monotonic(), {"http": response.status, **json.loads(response.read())})
                 return
             while line := response.readline():
                 if line.startswith(b"data:"):
@@ -262,6 +262,7 @@ class Clients:
             assert len(failures) == 1 and len([e for e in terminal if e.data != "[DONE]"]) == 1, terminal
             assert events.index(failures[0]) >= len(events) - 2, events[-3:]
             assert failures[0].data["error"]["type"] == "server_error", failures
+            assert failures[0].data.get("http", 500) == 500, failures
             late = failures[0].at - since
             assert late < within, f"the end came after {late:.1f} s, due within {within:g} s\n{self.server.log[-6000:]}"
 
