@@ -59,6 +59,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of the KV cache per rank (default: sized from what is free)", least=1
     )
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that a rank may take", above=0, most=1)
+    enforce_eager: bool = option(False, "run CUDA steps without captured graphs (slow)")
     seed: int = option(0, "seed of dummy weights; request seeds are the request's own", least=0)
     scheduling: str = option("async", "async plans the next step while one runs; serial waits", choices=("async", "serial"))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of prompts and answers that begin alike")
@@ -212,7 +214,7 @@ def resolve(flags: dict, *schemas: type, environ: typing.Mapping[str, str] = os.
                 raw, origin = flags[f.name], flag_name(f.name)
             elif env in environ:
                 raw, origin = environ[env], env
-            elif f.name in file:
+            elif file.get(f.name) is not None:
                 raw, origin = file[f.name], f"--config: {f.name}"
             else:
                 continue
