@@ -103,7 +103,8 @@ def front_end(engine: config.EngineConfig, server: config.ServerConfig, model_pa
 def open_streams(port: int, count: int, body: dict) -> list[socket.socket]:
     """Sends `count` requests, each on its own connection."""
     data = json.dumps({**body, "stream": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     out = []
     for _ in range(count):
         sock = socket.create_connection(("127.0.0.1", port))
@@ -175,9 +176,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(result))
     else:
-        print(
-            f"{result['streams']} streams, {result['itl_ms']:g} ms between tokens, {result['tokens']} tokens in {result['wall_s']:.1f} s"
-        )
+        print("{streams} streams, {itl_ms:g} ms between tokens, {tokens} tokens in {wall_s:.1f} s".format(**result))
         print(f"front end: {result['cpu_us_per_token']:.1f} us of CPU time a token (target: 60 or less)")
 
 

@@ -4,6 +4,7 @@ The scope of a request carries `slipstream.cut`, which drops the connection at o
 """
 
 import asyncio
+import socket
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -24,6 +25,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so only for some sockets
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:

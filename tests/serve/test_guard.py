@@ -1,0 +1,114 @@
+"""Safe by default: the key, Host and Origin, request ids, limits of a connection, and what is logged."""
+
+import logging
+import socket
+
+import httpx
+
+from tests.serve.fake import Script
+
+
+def raw(port: int, data: bytes, timeout: float = 5) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as sock:
+        sock.sendall(data)
+        out = b""
+        try:
+            while part := sock.recv(1 << 16):
+                out += part
+        except (TimeoutError, ConnectionError):
+            pass
+        return out
+
+
+def test_the_key_covers_everything_but_health(own_front):
+    front = own_front(api_key="sesame", enable_debug=True)
+    spec = front.client.get("/openapi.json", headers={"authorization": "Bearer sesame"}).json()
+    paths = [*spec["paths"], "/openapi.json", "/nope", "/v1/models/fake", "/"]
+    for path in paths:
+        method = "POST" if "post" in spec["paths"].get(path, {}) else "GET"
+        status = front.client.request(method, path).status_code
+        assert status == (200 if path == "/health" else 401), path
+        for bad in ("Bearer wrong", "Basic sesame", "sesame", "Bearer", "Bearer sesame2"):
+            r = front.client.request(method, path, headers={"authorization": bad})
+            assert path == "/health" or r.status_code == 401
+    head = {"authorization": "Bearer sesame"}
+    assert front.client.get("/v1/models", headers=head).status_code == 200
+    assert front.client.get("/", headers=head).status_code == 200
+    assert front.client.post("/v1/completions", json={"prompt": "x"}, headers=head).status_code == 200
+    assert front.client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+
+
+def test_on_loopback_other_sites_reach_nothing(front):
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
+        r = raw(front.port, f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        assert b" 403 " in r.split(b"\r\n")[0], host
+    own = f"localhost:{front.port}"
+    assert front.client.get("/v1/models", headers={"host": own}).status_code == 200
+    assert front.client.get("/v1/models", headers={"host": own, "origin": f"http://{own}"}).status_code == 200
+    for origin in ("http://evil.example", "null", "http://localhost:1"):
+        assert front.client.get("/v1/models", headers={"host": own, "origin": origin}).status_code == 403
+    r = front.client.options("/v1/completions", headers={"origin": f"http://127.0.0.1:{front.port}"})
+    assert not [h for h in r.headers if h.startswith("access-control")]
+
+
+def test_on_other_addresses_any_host_is_fine(own_front):
+    front = own_front(host="0.0.0.0")
+    assert front.client.get("/v1/models", headers={"host": "gpu.example"}).status_code == 200
+
+
+def test_request_ids_come_back_and_are_made_up_when_missing_or_bad(front):
+    assert front.client.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    made = {
+        front.client.get("/version", headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 65)
+    }
+    assert len(made) == 3 and not made & {"", "a b", "x" * 65}
+    r = front.complete(headers=1)  # an error has one too
+    assert r.headers["x-request-id"]
+
+
+def test_headers_have_limits(front):
+    many = "".join(f"X-{i}: y\r\n" for i in range(200))
+    r = raw(front.port, f"GET /version HTTP/1.1\r\nHost: localhost\r\n{many}\r\n".encode())
+    assert b" 431 " in r.split(b"\r\n")[0]
+    r = raw(front.port, b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 300_000)
+    assert b" 431 " in r.split(b"\r\n")[0] or r == b""
+    r = raw(front.port, b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b" 431 " in r.split(b"\r\n")[0]
+    assert b" 400 " in raw(front.port, b"nonsense\r\n\r\n").split(b"\r\n")[0]
+    assert front.client.get("/version").status_code == 200
+
+
+def test_a_connection_that_sends_nothing_is_closed(front, monkeypatch):
+    monkeypatch.setattr("slipstream.serve.http.HEADER_SECONDS", 0.1)
+    assert b" 408 " in raw(front.port, b"GET /version HTTP/1.1\r\nHost: loc").split(b"\r\n")[0]
+
+
+def test_a_body_that_does_not_come_is_given_up(front, monkeypatch):
+    monkeypatch.setattr("slipstream.serve.request_body.READ_SECONDS", 0.1)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n"
+    assert b" 408 " in raw(front.port, head + b"Connection: close\r\n\r\n{").split(b"\r\n")[0]
+
+
+def test_connections_are_kept_for_the_next_request(front):
+    with httpx.Client(base_url=front.url, limits=httpx.Limits(max_connections=1), trust_env=False) as client:
+        streams = {id(client.get("/version").extensions["network_stream"].get_extra_info("socket")) for _ in range(3)}
+        assert len(streams) == 1
+
+
+def test_prompts_and_answers_are_not_logged(front, caplog):
+    caplog.set_level(logging.DEBUG)
+    front.script = Script([*b"quiet answer", 256])
+    front.complete(prompt="loud prompt")
+    front.chat("loud prompt", temperature=9)
+    front.client.get("/v1/models/loud")
+    text = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith(("slipstream", "uvicorn")))
+    assert "loud prompt" not in text and "quiet answer" not in text
+    assert "POST /v1/completions 200" in text
+
+
+def test_the_page_s_headers_let_nothing_foreign_in(front):
+    for path in ("/", "/static/page.js", "/static/page.css"):
+        r = front.client.get(path)
+        assert r.status_code == 200 and "default-src 'none'" in r.headers["content-security-policy"]
+        assert r.headers["x-content-type-options"] == "nosniff" and "http://" not in r.text.replace("http://www.w3.org", "")
+    assert front.client.get("/static/..%2f__init__.py").status_code == 404
