@@ -4,11 +4,13 @@ The splitting patterns are those of the models' published tokenizer.json files, 
 (`tokenizer.ggml.pre`). A name that is not known is refused: a wrong pattern gives other tokens in silence.
 """
 
+from typing import Any
+
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.errors import ModelError
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 
 _GPT2 = ("gpt-2", "gpt2", "default", "olmo", "jais", "phi-2", "mpt")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")  # each digit alone, then GPT-2's pattern
@@ -38,24 +40,58 @@ _BOS_UNLESS_TOLD = ("llama-bpe", "llama3", "tekken")
 
 def gguf_tokenizer(metadata: dict) -> Tokenizer:
     """The tokenizer of a GGUF file's metadata. Raises ModelError where it lacks one or has one of another kind."""
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    if kind != "gpt2" or not tokens or merges is None:
-        raise ModelError(f"the GGUF's tokenizer is of kind {kind!r}; byte-level BPE ('gpt2') can be read: give --tokenizer")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    ignore = pre in _WHOLE_WORDS
+    kind = metadata.get("tokenizer.ggml.model")
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    if kind not in builders or not metadata.get("tokenizer.ggml.tokens"):
+        raise ModelError(f"the GGUF's tokenizer is of kind {kind!r}; 'gpt2' and 'llama' can be read: give --tokenizer")
     try:
-        model = models.BPE({token: i for i, token in enumerate(tokens)}, pairs, ignore_merges=ignore)  # type: ignore[arg-type]
+        tokenizer = builders[kind](metadata)
+    except ModelError:
+        raise
     except Exception as e:  # the library raises nothing narrower
-        raise ModelError(f"the GGUF's tokenizer cannot be read: {e}") from None
-    tokenizer = Tokenizer(model)
+        raise ModelError(f"the GGUF's tokenizer cannot be read: {e!r}") from None
+    _add_tokens(tokenizer, metadata)
+    _add_ends(tokenizer, metadata)
+    return tokenizer
+
+
+def _byte_level(metadata: dict) -> Tokenizer:
+    """BPE over bytes, as GPT-2 and most since."""
+    pre, tokens = metadata.get("tokenizer.ggml.pre", "default"), metadata["tokenizer.ggml.tokens"]
+    pairs: Any = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs, ignore_merges=pre in _WHOLE_WORDS))
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
-    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
-    _add_ends(tokenizer, tokens, metadata, pre)
     return tokenizer
+
+
+def _sentencepiece(metadata: dict) -> Tokenizer:
+    """BPE over characters with "\u2581" for spaces and <0xXX> for bytes that no piece covers, as Llama 2's tokenizer.json."""
+    tokens, unknown = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    ids = {t: i for i, t in enumerate(tokens)}
+    merges: Any = _merges_of_scores(ids, metadata["tokenizer.ggml.scores"])
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
+    spaces = [normalizers.Replace(" ", "\u2581")]
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("\u2581"))  # type: ignore[arg-type]
+        parts.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def _merges_of_scores(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to put a piece together from two others, the best-scored pieces first; ties by the parts' ids."""
+    found = []
+    for piece, id in ids.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                found.append((-scores[id], id, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
 
 
 def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
@@ -71,17 +107,19 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     raise ModelError(f"the GGUF's tokenizer splits text as {pre!r}, which is not known (known: {known}); give --tokenizer")
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Registers the tokens that are found whole in text: control tokens as special, user-defined ones as plain."""
-    kinds = list(zip(tokens, types, strict=False))
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == _CONTROL])
+def _add_tokens(tokenizer: Tokenizer, metadata: dict) -> None:
+    """Registers the tokens that are found whole in text: control tokens (and the unknown one) as special, user-defined ones as plain."""
+    kinds = list(zip(metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k in (_UNKNOWN, _CONTROL)])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
 
 
-def _add_ends(tokenizer: Tokenizer, tokens: list[str], metadata: dict, pre: str) -> None:
+def _add_ends(tokenizer: Tokenizer, metadata: dict) -> None:
     """Puts the beginning (and end) token around encoded text where the metadata ask for it."""
+    tokens = metadata["tokenizer.ggml.tokens"]
     bos, eos = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.eos_token_id")
-    first = bos if metadata.get("tokenizer.ggml.add_bos_token", pre in _BOS_UNLESS_TOLD) else None
+    usual = metadata.get("tokenizer.ggml.pre") in _BOS_UNLESS_TOLD or metadata["tokenizer.ggml.model"] == "llama"
+    first = bos if metadata.get("tokenizer.ggml.add_bos_token", usual) else None
     last = eos if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     ends = [(tokens[i], i) for i in (first, last) if i is not None]
     if not ends:

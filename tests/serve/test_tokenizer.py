@@ -201,8 +201,8 @@ def test_unknown_kinds_of_gguf_tokenizers_are_refused():
     from slipstream.serve.gguf_tokenizer import gguf_tokenizer
 
     tokens = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": []}
-    with pytest.raises(ModelError, match="'llama'"):
-        gguf_tokenizer({**tokens, "tokenizer.ggml.model": "llama"})
+    with pytest.raises(ModelError, match="of kind 't5'"):
+        gguf_tokenizer({**tokens, "tokenizer.ggml.model": "t5"})
     with pytest.raises(ModelError, match="splits text as 'novel'"):
         gguf_tokenizer({**tokens, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "novel"})
 
@@ -223,3 +223,21 @@ def test_the_fast_path_imports_neither_torch_nor_transformers():
     code += "sys.exit(bool({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
     root = pathlib.Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code, str(smollm2())], cwd=root, timeout=60).returncode == 0
+
+
+def test_a_sentencepiece_gguf_is_read_from_its_scores():
+    from slipstream.serve.gguf_tokenizer import gguf_tokenizer
+
+    vocab = sorted(PIECES._library.get_vocab().items(), key=lambda item: item[1])
+    tokens = [token for token, _ in vocab]
+    best = {"▁a": -1.0, "▁é": -2.0, "ab": -3.0}
+    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.bos_token_id": 1}
+    metadata |= {"tokenizer.ggml.scores": [best.get(t, -9.0) for t in tokens], "tokenizer.ggml.unknown_token_id": 0}
+    metadata |= {"tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]}
+    tokenizer = LibraryTokenizer(gguf_tokenizer(metadata), (2,), 1, None)
+    for text in ("a", "ab aab  é☃ 😀b", "x</s>a", " lead"):
+        ids = tokenizer.encode(text)
+        assert ids == [1, *PIECES.encode(text)]
+        assert tokenizer.decode(ids) == PIECES.decode(ids)
+    plain = LibraryTokenizer(gguf_tokenizer({**metadata, "tokenizer.ggml.add_space_prefix": False}), (2,), 1, None)
+    assert plain.decode(plain.encode(" a b")) == " a b" and tokenizer.decode(tokenizer.encode(" a b")) == " a b"

@@ -98,6 +98,12 @@ def test_a_lost_marker_or_a_touched_file_costs_a_hash_not_a_download(toy, fetche
     assert "m.gguf" in (path.parent / "verified.json").read_text()
 
 
+def test_a_cache_that_cannot_be_written_is_good_enough(toy, fetched, monkeypatch):
+    path = pull.resolve_model("toy")
+    monkeypatch.setattr(pull, "_locked", lambda folder: pytest.fail("nothing was in doubt"))
+    assert pull.resolve_model("toy") == path and len(fetched) == 1
+
+
 def test_leftovers_of_a_killed_fetch_are_cleared(toy, fetched, tmp_path):
     folder = tmp_path / "cache" / "models" / "toy-1.0"
     (folder / "fetch-old" / "wheel").mkdir(parents=True)
