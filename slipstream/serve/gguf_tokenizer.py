@@ -108,7 +108,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: dict) -> None:
-    """Registers the tokens that are found whole in text: control tokens (and the unknown one) as special, user-defined ones as plain."""
+    """Registers the tokens that are found whole in text: control and unknown as special, user-defined as plain."""
     kinds = list(zip(metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False))
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k in (_UNKNOWN, _CONTROL)])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
