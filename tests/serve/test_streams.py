@@ -20,6 +20,11 @@ def chat(front, **body):
     return front.events("/v1/chat/completions", **{"messages": MESSAGES, **body})
 
 
+def send_raw(sock, body: bytes) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
 def text_of(events) -> str:
     choices = [c for e in events if e != "[DONE]" for c in e["choices"]]
     return "".join(c["delta"].get("content") or "" if "delta" in c else c["text"] for c in choices)
@@ -144,8 +149,7 @@ def test_a_client_that_leaves_is_dropped_at_once(front, stream):
     front.script = Script(list(b"abc"))
     body = json.dumps({"prompt": "x", "stream": stream}).encode()
     sock = socket.create_connection(("127.0.0.1", front.port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    sock.sendall(head.encode() + body)
+    send_raw(sock, body)
     wait_for(lambda: bool(front.leader.requests))
     sock.close()
     wait_for(lambda: bool(front.leader.aborts))
@@ -156,13 +160,13 @@ def test_a_client_that_leaves_is_dropped_at_once(front, stream):
 def test_a_client_that_does_not_read_is_cut_off(own_front):
     front = own_front(max_len=1 << 22, pages=1 << 20)
     front.front.slow_reader_seconds = 0.5
-    front.script = Script([W[" hello"]] * 400_000, per_step=5000)
+    front.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # connections inherit it
+    front.script = Script([W[" hello"]] * 400_000, per_step=50)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", front.port))
     body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 400_000, "return_token_ids": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    sock.sendall(head.encode() + body)
+    send_raw(sock, body)
     wait_for(lambda: bool(front.leader.requests))
     wait_for(lambda: not front.front.open, 15)
     assert front.front.engine.live == 0
