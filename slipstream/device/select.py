@@ -13,7 +13,8 @@ def build_executor(
 ) -> tuple[Executor, dict]:
     """The executor of one rank, with its weights loaded, and the model's config (Hugging Face's keys).
 
-    `collective` is the descriptor of the memory in which the ranks of this machine sum (unused on CUDA).
+    `collective` is the descriptor of the memory in which the ranks of this machine sum; on CUDA they only
+    agree there where to meet.
     """
     if config.device == "sim":
         from slipstream.device.sim import SimExecutor, sim_model
@@ -28,7 +29,7 @@ def build_executor(
     if kind == "cuda":
         from slipstream.device.cuda import build_cuda
 
-        return build_cuda(config, model_path, rank, size, board)
+        return build_cuda(config, model_path, rank, size, collective, board)
     if kind == "cpu":
         return _build_cpu(config, model_path, rank, size, collective, board)
     raise ConfigError(f"--device {kind} is not known")

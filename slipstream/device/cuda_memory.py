@@ -1,0 +1,56 @@
+"""What a GPU offers a rank, and the arithmetic of pages."""
+
+import torch
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.models.llama import CacheShape
+
+GIB = 1 << 30
+_APART = GIB  # captured graphs' own memory, library workspaces, what the allocator cannot reuse
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    return DTYPES["bfloat16" if name == "auto" else name]
+
+
+def choose_device(rank: int, size: int) -> torch.device:
+    """Rank r takes the r-th visible GPU. Raises ConfigError, before anything is loaded, where there are fewer than ranks."""
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no usable GPU (no card is visible, or its driver is older than this PyTorch needs)")
+    count = torch.cuda.device_count()
+    if size > count:
+        raise ConfigError(f"--tensor-parallel-size {size} needs {size} GPUs, one for each rank; {count} visible")
+    device = torch.device("cuda", rank)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"--device cuda: {name} has compute capability {major}.{minor}; 8.0 is needed")
+    return device
+
+
+def page_bytes(cache: CacheShape, block: int, dtype: torch.dtype) -> int:
+    """Keys and values of one page in all layers."""
+    return cache.layers * block * 2 * cache.heads * cache.head_dim * dtype.itemsize
+
+
+def pages_that_fit(config: EngineConfig, each: int, weights: int, step: int, device: torch.device) -> int:
+    """Pages for a rank that holds `weights` bytes already and whose largest step takes `step` bytes more.
+
+    Raises ConfigError with the arithmetic where less than one request's page is left.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - weights
+    wished = int(total * config.gpu_memory_utilization)
+    room = wished - (total - free) - 2 * step - _APART
+    if config.kv_cache_memory_bytes is not None:
+        room = min(config.kv_cache_memory_bytes, free - 2 * step - _APART)
+    if room < each:
+        raise ConfigError(
+            f"the model does not fit on {device}: {total / GIB:.1f} GiB × --gpu-memory-utilization "
+            f"{config.gpu_memory_utilization} = {wished / GIB:.1f}, less {weights / GIB:.1f} for weights, "
+            f"{others / GIB:.1f} for others and this process's context, {2 * step / GIB:.1f} for steps and "
+            f"{_APART / GIB:.1f} for graphs leaves {room / GIB:.1f} GiB for the KV cache"
+        )
+    return room // each if each else 1 << 20

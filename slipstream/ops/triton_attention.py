@@ -1,0 +1,153 @@
+# pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# ruff: noqa: E501
+"""Paged attention in Triton: decode rows split over the cache, prompt rows in blocks; both read tables and lengths on the device.
+
+The cache of one layer is [pages + 1, key heads, block, head_dim] for keys and for values: the tokens of one head in one page lie
+together, so that a program reads whole pages in a row. Page 0 is nobody's. Nothing here depends on a host-side plan: grids follow
+from captured sizes, and programs without work leave at once.
+"""
+
+from slipstream.ops.triton_kernel import jit, tl
+
+
+@jit(do_not_specialize=["splits", "least"])
+def decode_kernel(
+    qkv, keys, values, tables, slots, positions, limit, partial, stats, arrived, out,
+    scale, qkv_stride, table_stride, splits, least,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (row, key head, split): its queries over its part of the row's cache. The last split to arrive joins the parts.
+
+    partial float32 [rows, HEADS, splits, 16, DP], stats float32 [rows, HEADS, splits, 2, 16], arrived int32 [rows, HEADS] (zero before
+    and after). `least` is the fewest tokens worth a split of their own; rows from `limit` int32 [1] on are not decoding.
+    """
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if row >= tl.load(limit):
+        return
+    length = tl.load(positions + row) + 1
+    per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, least)
+    used = tl.cdiv(length, per)
+    if split >= used:
+        return
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    g = tl.arange(0, 16)
+    d = tl.arange(0, DP)
+    inside = d < D
+    q_at = qkv + row.to(tl.int64) * qkv_stride + (head * GROUP + g[:, None]) * D + d[None, :]
+    keep = (g[:, None] < GROUP) & inside[None, :]
+    q = tl.load(q_at, mask=keep, other=0.0)
+    best = tl.full([16], -float("inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, DP], tl.float32)
+    end = tl.minimum(split * per + per, length)
+    for n in range(split * per, end, N):
+        offs = n + tl.arange(0, N)
+        valid = offs < end
+        page = tl.load(table + offs // BLOCK, mask=valid, other=0).to(tl.int64)
+        at = ((page * HEADS + head) * BLOCK + offs % BLOCK) * D
+        k = tl.load(keys + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.where(valid[None, :], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(values + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        best = top
+    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
+    if used == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+        return
+    unit = row.to(tl.int64) * HEADS + head
+    mine = unit * splits + split
+    tl.store(partial + mine * 16 * DP + g[:, None] * DP + d[None, :], acc, mask=keep)
+    tl.store(stats + mine * 32 + g, best)
+    tl.store(stats + mine * 32 + 16 + g, total)
+    tl.debug_barrier()  # every thread's stores come before the one atomic of this program
+    if tl.atomic_add(arrived + unit, 1, sem="acq_rel") != used - 1:
+        return
+    tl.store(arrived + unit, 0)
+    top = tl.full([16], -float("inf"), tl.float32)
+    for i in range(used):
+        top = tl.maximum(top, tl.load(stats + (unit * splits + i) * 32 + g, cache_modifier=".cg"))
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, DP], tl.float32)
+    for i in range(used):
+        part = unit * splits + i
+        weight = tl.exp2(tl.load(stats + part * 32 + g, cache_modifier=".cg") - top)
+        total += weight * tl.load(stats + part * 32 + 16 + g, cache_modifier=".cg")
+        a = tl.load(partial + part * 16 * DP + g[:, None] * DP + d[None, :], mask=keep, other=0.0, cache_modifier=".cg")
+        acc += a * weight[:, None]
+    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+
+
+@jit
+def _attend(
+    acc, total, best, q, table, keys, values, first, last, limit, head, d, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Folds cache positions [first, last) into the running softmax; `limit` [M] is the last position that each query sees."""
+    for n in range(first, last, N):
+        offs = n + tl.arange(0, N)
+        page = tl.load(table + offs // BLOCK, mask=offs < last, other=0).to(tl.int64)
+        at = ((page * HEADS + head) * BLOCK + offs % BLOCK) * D
+        if MASKED:
+            k = tl.load(keys + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(keys + at[:, None] + d[None, :])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            s = tl.where(offs[None, :] <= limit[:, None], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if MASKED:
+            v = tl.load(values + at[:, None] + d[None, :], mask=(offs < last)[:, None] & (d < D)[None, :], other=0.0)
+        else:
+            v = tl.load(values + at[:, None] + d[None, :])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = top
+    return acc, total, best
+
+
+@jit
+def prefill_kernel(
+    qkv, keys, values, tables, blocks, count, out, scale, qkv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (block of up to M consecutive tokens of one request, query head), causal over the request's whole cache.
+
+    blocks int32 [*, 4]: (slot, position of the block's first token, its index in the step, tokens); `count` int32 [1] blocks are real.
+    """
+    block, query = tl.program_id(1), tl.program_id(0)
+    if block >= tl.load(count):
+        return
+    slot = tl.load(blocks + block * 4)
+    position = tl.load(blocks + block * 4 + 1)
+    token = tl.load(blocks + block * 4 + 2)
+    rows = tl.load(blocks + block * 4 + 3)
+    head = query // GROUP
+    table = tables + slot.to(tl.int64) * table_stride
+    m = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    keep = (m[:, None] < rows) & (d < D)[None, :]
+    q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
+    q = tl.load(q_at, mask=keep, other=0.0)
+    best = tl.full([M], -1e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+    limit = position + m
+    seen = (position + 1) // N * N  # every query of the block sees all of [0, seen)
+    acc, total, best = _attend(
+        acc, total, best, q, table, keys, values, 0, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP, PRECISION
+    )  # fmt: skip
+    acc, total, best = _attend(
+        acc, total, best, q, table, keys, values, seen, position + rows, limit, head, d, scale, HEADS, D, BLOCK, N, True, PRECISION
+    )  # fmt: skip
+    out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)

@@ -1,0 +1,239 @@
+"""The CUDA namespace of operations: the `Ops` of interface.py over cuBLAS and the Triton kernels.
+
+Nothing here waits for the device or reads from it, so every method can be captured in a graph. Sums over ranks always go
+through symmetric memory, captured or not: there is one path, and no launch that blocks the host.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.layers.shard import Shard
+from slipstream.ops.interface import Attention
+from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
+from slipstream.ops.triton_attention import decode_kernel, prefill_kernel
+from slipstream.ops.triton_kernel import cdiv, power, tl
+from slipstream.ops.triton_rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
+from slipstream.ops.triton_sum import sum_add_norm_kernel
+
+LOG2E = 1.4426950408889634
+TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+PROGRAMS_WANTED = 1056  # decode attention's, so that long rows spread over all multiprocessors several times
+MOST_SPLITS = 32
+
+
+def row_warps(width: int) -> int:
+    """Warps for a program that holds one row: 8 elements, one 16-byte access, a thread."""
+    return max(1, min(16, power(width) // 256))
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A layer's part, [out, in], and its bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.shape[1] == 0:
+            out = x.new_empty((x.shape[0], self.weight.shape[0])) if out is None else out
+            return out.zero_() if self.bias is None else out.copy_(self.bias.expand_as(out))
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMSNorm's weight and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Where the parts of split decode rows meet; shared by all layers and graphs, since one stream orders them."""
+
+    partial: Tensor  # float32
+    stats: Tensor  # float32
+    arrived: Tensor  # int32, zeros between kernels
+
+
+def splits_of(rows: int, heads: int) -> tuple[int, int]:
+    """Into how many parts a decode row's cache may be cut, and the fewest tokens of a part."""
+    splits = max(1, min(MOST_SPLITS, cdiv(PROGRAMS_WANTED, rows * heads)))
+    return splits, 64 if splits == MOST_SPLITS else 128 if splits > 8 else 256
+
+
+@dataclass(eq=False)
+class CudaStep:
+    """One step's inputs on the device. Tokens [0, decodes) are one row each, prompt tokens follow, then padding.
+
+    `decode_rows` and `prefill_blocks` are grid sizes: upper bounds that a captured graph keeps; `decodes` and `block_count`
+    int32 [1] say on the device how many are real.
+    """
+
+    ids: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int32 [T]
+    tables: Tensor  # int32 [slots + 1, columns]
+    caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
+    scratch: Scratch
+    block: int
+    decode_rows: int
+    decodes: Tensor
+    prefill_blocks: int = 0
+    blocks: Tensor | None = None
+    block_count: Tensor | None = None
+
+
+@dataclass(eq=False)
+class PrefillShape:
+    """The tile of the prefill kernel."""
+
+    m: int = 128
+    n: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@dataclass(eq=False)
+class CudaOps:
+    """See `ops/interface.py` for what each method does; shapes are those of this rank."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shard: Shard
+    symmetric: Symmetric
+    prefill: PrefillShape = field(default_factory=PrefillShape)
+
+    def __post_init__(self) -> None:
+        self.precision = "ieee" if self.dtype == torch.float32 else "tf32"
+        self._turn = 0
+
+    def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
+        return Linear(self.tensor(tensor), None if bias is None else self.tensor(bias))
+
+    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Linear:
+        return self.weight(torch.cat([gate, up]), None if bias is None else torch.cat(bias))
+
+    def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
+        return Norm(self.tensor(tensor), eps)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def begin(self) -> None:
+        """Called before each forward: the turns of the symmetric buffers start alike in every graph."""
+        self._turn = 0
+
+    def embed(self, table: Tensor, first: int, step: CudaStep) -> Tensor:
+        rows, hidden = step.ids.shape[0], table.shape[1]
+        alone = self.shard.size == 1
+        out = torch.empty((rows, hidden), dtype=self.dtype, device=self.device)
+        part = out if alone else self.symmetric.sums[2].local[:rows]
+        embed_kernel[(rows, cdiv(hidden, 1024))](table, step.ids, part, first, table.shape[0], H=hidden, B=1024)
+        if not alone:
+            self._sum(2, out, None, out)
+        return out
+
+    def norm(self, x: Tensor, weight: Norm) -> Tensor:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        norm_kernel[(rows,)](x, weight.weight, out, weight.eps, H=width, HP=power(width), num_warps=row_warps(width))
+        return out
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        return weight.apply(x)
+
+    def attention(self, qkv: Tensor, spec: Attention, step: CudaStep) -> Tensor:
+        rows, d, heads = qkv.shape[0], spec.head_dim, spec.heads
+        out = torch.empty((rows, heads.queries * d), dtype=self.dtype, device=self.device)
+        if not heads.keys:
+            return out
+        group = heads.queries // heads.keys
+        keys, values = step.caches[spec.layer]
+        columns = step.tables.stride(0)
+        none = Norm(spec.rotary, 0.0)  # an address that is not read
+        q_norm, k_norm = spec.q_norm or none, spec.k_norm or none
+        rotary_write_kernel[(rows, heads.keys)](
+            qkv, q_norm.weight, k_norm.weight, spec.rotary, keys, values, step.tables, step.slots, step.positions,
+            qkv.stride(0), columns, q_norm.eps, HEADS=heads.keys, GROUP=group, GP=power(group + 2), D=d, HALF=power(d // 2),
+            BLOCK=step.block, NORM=spec.q_norm is not None, num_warps=4,
+        )  # fmt: skip
+        shape = {"HEADS": heads.keys, "GROUP": group, "D": d, "DP": power(d), "BLOCK": step.block, "PRECISION": self.precision}
+        scale = spec.scale * LOG2E
+        if step.decode_rows:
+            s = step.scratch
+            splits, least = splits_of(step.decode_rows, heads.keys)
+            decode_kernel[(step.decode_rows, heads.keys, splits)](
+                qkv, keys, values, step.tables, step.slots, step.positions, step.decodes, s.partial, s.stats, s.arrived, out,
+                scale, qkv.stride(0), columns, splits, least, N=64, num_warps=4, num_stages=3, **shape,
+            )  # fmt: skip
+        if step.prefill_blocks:
+            p = self.prefill
+            prefill_kernel[(heads.queries, step.prefill_blocks)](
+                qkv, keys, values, step.tables, step.blocks, step.block_count, out, scale, qkv.stride(0), columns,
+                M=p.m, N=p.n, num_warps=p.warps, num_stages=p.stages, **shape,
+            )  # fmt: skip
+        return out
+
+    def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
+        both = weight.apply(x)
+        width = both.shape[1] // 2
+        out = torch.empty((x.shape[0], width), dtype=self.dtype, device=self.device)
+        if width:
+            swiglu_kernel[(x.shape[0], cdiv(width, 1024))](both, out, WIDTH=width, B=1024, num_warps=4)
+        return out
+
+    def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(residual)
+        if self.shard.size == 1:
+            y = weight.apply(x)
+            rows, width = y.shape
+            add_norm_kernel[(rows,)](
+                y, residual, norm.weight, out, norm.eps, H=width, HP=power(width), num_warps=row_warps(width)
+            )  # fmt: skip
+            return residual, out
+        buffer, self._turn = self._turn, 1 - self._turn
+        weight.apply(x, out=self.symmetric.sums[buffer].local[: x.shape[0]])
+        self._sum(buffer, residual, norm, out)
+        return residual, out
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        if self.dtype == torch.float32:
+            return head.apply(hidden)
+        return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+
+    def _sum(self, buffer: int, residual: Tensor, norm: Norm | None, out: Tensor) -> None:
+        """out = the sum over ranks; with a norm, residual += that sum and out = its RMSNorm."""
+        rows, hidden = out.shape
+        s = self.symmetric
+        weight, eps = (norm.weight, norm.eps) if norm else (out, 0.0)
+        sum_add_norm_kernel[(min(rows, PROGRAMS),)](
+            s.sums[buffer].addresses, s.flags.addresses, s.counts, s.fault, residual, weight, out, s.rank, rows, eps, FAULT_NS,
+            H=hidden, HP=power(hidden), WORLD=s.size, PROGRAMS=PROGRAMS, MODE=1 if norm else 0, DTYPE=TRITON_TYPE[self.dtype],
+            num_warps=row_warps(hidden),
+        )  # fmt: skip
+
+    def scratch(self, most_rows: int, heads: int, head_dim: int) -> Scratch:
+        """Room for up to `most_rows` decode rows cut into parts."""
+        heads = max(1, heads)
+        units = max(rows * heads * splits_of(rows, heads)[0] for rows in range(1, most_rows + 1))
+        options = {"dtype": torch.float32, "device": self.device}
+        return Scratch(
+            torch.empty(units * 16 * power(head_dim), **options),
+            torch.empty(units * 32, **options),
+            torch.zeros(most_rows * heads, dtype=torch.int32, device=self.device),
+        )
+
+
+def check_shape(head_dim: int, queries: int, keys: int) -> None:
+    """Refuses what the kernels do not cover."""
+    if not 16 <= head_dim <= 256 or head_dim % 2:
+        raise ModelError(f"head_dim {head_dim} is not supported on CUDA; even sizes from 16 to 256 are")
+    if keys and queries // keys > 16:
+        raise ModelError(f"{queries // keys} query heads share one key head; CUDA supports up to 16")
