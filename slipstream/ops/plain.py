@@ -62,8 +62,8 @@ class PlainOps:
             return Linear(torch.ops.mkldnn._reorder_linear_weight(tensor, None), None, bias)
         return Linear(None, tensor, bias)
 
-    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> tuple[Linear, Linear]:
-        return self.weight(gate, bias and bias[0]), self.weight(up, bias and bias[1])
+    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Linear:
+        return self.weight(torch.cat([gate, up]), torch.cat(bias) if bias else None)
 
     def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
         width = tensor.numel()
@@ -101,24 +101,22 @@ class PlainOps:
             x[:, : heads.queries] = self.norm(x[:, : heads.queries], spec.q_norm)
             x[:, heads.queries : turned] = self.norm(x[:, heads.queries : turned], spec.k_norm)
         cos, sin = self._rotation(spec.rotary, step)
-        x_rot = x[:, :turned]
-        torch.addcmul(x_rot * cos, x_rot.roll(dim // 2, -1), sin, out=x_rot)
+        halves = x[:, :turned].unflatten(-1, (2, -1))
+        torch.addcmul(halves * cos, halves.flip(2), sin, out=halves)
         return paged_attention(x, spec, step)
 
     def _rotation(self, rotary: Tensor, step: PagedStep) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [T, 1, head_dim] for x * cos + roll(x) * sin; made once a step."""
+        """Cosines and signed sines [T, 1, 2, head_dim / 2] for x * cos + swapped halves of x * sin; made once a step."""
         found = step.rotations.get(id(rotary))
         if found is None:
-            cos, sin = rotary.index_select(0, step.positions).to(self.dtype).unsqueeze(1).chunk(2, -1)
-            found = step.rotations[id(rotary)] = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+            cos, sin = rotary.index_select(0, step.positions).to(self.dtype).chunk(2, -1)
+            found = torch.stack([cos, cos], 1).unsqueeze(1), torch.stack([-sin, sin], 1).unsqueeze(1)
+            step.rotations[id(rotary)] = found
         return found
 
-    def swiglu(self, x: Tensor, weight: tuple[Linear, Linear]) -> Tensor:
-        gate, up = weight
-        if gate.packed is None or up.packed is None:
-            return F.silu(self.linear(x, gate)).mul_(self.linear(x, up))
-        gated = _linear(x, gate.packed, gate.bias, "swish", [], "")
-        return _linear_binary(x, gated, up.packed, up.bias, "mul")
+    def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
+        gate, up = self.linear(x, weight).chunk(2, -1)
+        return F.silu(gate).mul_(up)
 
     def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         """Rank 0 adds the residual to its part before the sum, so the sum is the new residual on every rank."""
