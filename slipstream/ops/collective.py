@@ -1,8 +1,8 @@
 """Collectives between the ranks of a group on one machine's CPUs: sums and gathers through shared memory.
 
-gloo costs 0.4 ms a sum there with a p99 of 7 ms, and a token needs two sums a layer; a double buffer with a flag costs microseconds.
-All ranks must make the same calls with the same shapes in the same order. Every sum adds in rank order, so all ranks hold the
-same bytes.
+gloo costs 0.4 ms a sum there with a p99 of 7 ms, and a token needs two sums a layer; a double buffer with a flag costs
+microseconds. All ranks must make the same calls with the same shapes in the same order. Every sum adds in rank order, so all
+ranks hold the same bytes.
 """
 
 import math
@@ -68,15 +68,15 @@ _SAY_EVERY = 2.0  # seconds between two lines on standard error
 class SharedMemory:
     """A group over one shared anonymous file (a memfd that all ranks inherit).
 
-    Layout: `size` flag lines, then two buffers, each with `max_bytes` for every rank. Call n uses buffer n % 2: a rank writes its
-    part, raises its flag to n, and waits until all flags have reached n. Buffer n % 2 is written again in call n + 2, which a
-    rank enters only after all have raised n + 1, that is after all have read what call n left. Larger data go in pieces.
+    Layout: `size` flag lines, then two buffers, each with `max_bytes` for every rank. Call n uses buffer n % 2: a rank writes
+    its part, raises its flag to n, and waits until all flags have reached n. Buffer n % 2 is written again in call n + 2, which
+    a rank enters only after all have raised n + 1, that is after all have read what call n left. Larger data go in pieces.
 
     Relies on stores being seen in order (x86; on weaker machines the flag's store would need a barrier).
     """
 
     def __init__(self, fd: int, rank: int, size: int, max_bytes: int):
-        """`fd` must hold at least `required_bytes(size, max_bytes)` zero bytes at the group's start. The descriptor is not kept."""
+        """`fd` must hold `required_bytes(size, max_bytes)` bytes, all zero at the group's start. It may be closed afterwards."""
         need = self.required_bytes(size, max_bytes)
         if os.fstat(fd).st_size < need:
             raise ValueError(f"the collectives' memory has {os.fstat(fd).st_size} bytes and needs {need} for {size} ranks")
@@ -181,12 +181,8 @@ class SharedMemory:
             pause = min(pause * 1.2, 2e-3)
             now = time.monotonic()
             if now >= say:
-                waited = f"{now - since:.0f} s"
-                print(
-                    f"slipstream: rank {self.rank} waits for rank {rank} in collective {turn} ({waited})",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"rank {self.rank} waits for rank {rank} in collective {turn} ({now - since:.0f} s)"
+                print(f"slipstream: {line}", file=sys.stderr, flush=True)
                 say = now + _SAY_EVERY
         if self.on_wait:
             self.on_wait(None)

@@ -63,7 +63,7 @@ class Ops(Protocol):
         """Puts a tensor (an embedding, a rotary table) on the device as it is."""
         ...
 
-    def embed(self, table: Tensor, first: int, step: Step) -> Tensor:
+    def embed(self, table: Tensor, first: int, step: Any) -> Tensor:
         """Rows of the embedding for step.ids, summed over the ranks: this rank holds ids [first, first + len(table))."""
         ...
 
@@ -75,7 +75,7 @@ class Ops(Protocol):
         """x [T, in] to [T, out], this rank's columns."""
         ...
 
-    def attention(self, qkv: Tensor, spec: Attention, step: Step) -> Tensor:
+    def attention(self, qkv: Tensor, spec: Attention, step: Any) -> Tensor:
         """[T, (queries + 2 keys) head_dim] to [T, queries head_dim].
 
         Norms and rotates queries and keys, writes keys and values at each row's position into the pages of layer `spec.layer`,

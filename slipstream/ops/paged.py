@@ -1,10 +1,10 @@
 """Paged attention in plain PyTorch, and the layout of a step that it needs.
 
-The cache of a layer is one tensor [pages + 1, block, 2 * key heads, head_dim]: keys, then values, of a token side by side, so that one
-write and one gather serve both. Page 0 is the null page: nobody's, always zero here, what padding columns read.
+The cache of a layer is one tensor [pages + 1, block, 2 * key heads, head_dim]: keys, then values, of a token side by side, so
+that one write and one gather serve both. Page 0 is the null page: nobody's, always zero here, what padding columns read.
 
-Rows of one token attend together over gathered pages; a longer row attends to what its request had before (gathered, no mask) and to
-itself (causal), and the two are joined by their log-sum-exp, so no mask of tokens times context is ever made.
+Rows of one token attend together over gathered pages; a longer row attends to what its request had before (gathered, no mask)
+and to itself (causal), and the two are joined by their log-sum-exp, so no mask of tokens times context is ever made.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ def build_step(
     dtype: torch.dtype,
     block: int,
 ) -> PagedStep:
-    """The layout of a step: rows as in `device.executor.Batch`, `ids` their tokens one after another, `block_table` [slots, columns]."""
+    """The layout of a step: rows as in `log.batch.Batch`, `ids` their tokens in a row, `block_table` [slots, columns]."""
     of_row = np.repeat(np.arange(len(slots)), counts)
     firsts = np.cumsum(counts) - counts
     positions = np.arange(len(of_row)) - firsts[of_row] + starts[of_row]
@@ -116,6 +116,7 @@ def paged_attention(x: Tensor, spec: Attention, step: PagedStep) -> Tensor:
         return _attend_singles(x[:, :queries], spec, step.singles[0], cache)
     out = x.new_empty(x.shape[0], queries * dim)
     for group in step.singles:
+        assert group.rows is not None
         out.index_copy_(0, group.rows, _attend_singles(x[:, :queries].index_select(0, group.rows), spec, group, cache))
     for chunk in step.chunks:
         _attend_chunk(x[chunk.first : chunk.last], spec, chunk, cache, out[chunk.first : chunk.last])

@@ -80,8 +80,8 @@ class Sampler:
     def _plain(self, logits: Tensor, index: list[int], rows: list[SampleRow], out: Sampled) -> None:
         """Local best of logits / T + noise over this rank's ids; the ranks' bests are compared, the lower id wins a tie."""
         for i, at in enumerate(index):
-            if rows[at].mask is not None:
-                logits[i].masked_fill_(~unpack_mask(rows[at].mask, self.first, self.last - self.first), -torch.inf)
+            if (mask := rows[at].mask) is not None:
+                logits[i].masked_fill_(~unpack_mask(mask, self.first, self.last - self.first), -torch.inf)
         warm = [i for i, at in enumerate(index) if rows[at].sampling.temperature > 0.0]
         for few in (warm[i : i + 16] for i in range(0, len(warm), 16)):
             params = [rows[index[i]] for i in few]

@@ -1,14 +1,15 @@
-"""What the sampling parameters of a request do to one row of logits, and the random draw: plain NumPy and PyTorch on the CPU.
+"""What the sampling parameters of a request do to one row of logits, and the random draw: NumPy and PyTorch on the CPU.
 
-The order is vLLM's: bad words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p, then the draw. Log probabilities
-are of the raw logits, before all of these.
+The order is vLLM's: bad words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p, then the draw. Log
+probabilities are of the raw logits, before all of these.
 
-The draw is Gumbel-max: the token is argmax over ids of logits / temperature + gumbel, where the noise of an id depends on (seed, choice,
-position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks and in any mode.
-The noise is exactly this, in arithmetic modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
+The draw is Gumbel-max: the token is argmax over ids of logits / temperature + gumbel, where the noise of an id depends on (seed,
+choice, position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks and in any
+mode. The noise is exactly this, in arithmetic modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
 
-    mix(x):   x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; x = (x ^ x >> 27) * 0x94D049BB133111EB; x ^ x >> 31
-    key:      mix(mix(mix(seed) ^ choice) ^ position), k0 its low and k1 its high 32 bits        (SplitMix64's output function)
+    mix(x):   x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; x = (x ^ x >> 27) * 0x94D049BB133111EB;
+              x ^ x >> 31                                                              (SplitMix64's output function)
+    key:      mix(mix(mix(seed) ^ choice) ^ position), k0 its low and k1 its high 32 bits
     bits(id): h = id * 0x9E3779B1 + k0; h = (h ^ h >> 16) * 0x7FEB352D; h = (h ^ h >> 15) + k1; h = h * 0x846CA68B;
               h = (h ^ h >> 16) * 0x7FEB352D; h = (h ^ h >> 15) * 0x846CA68B; h = h ^ h >> 16
     gumbel:   v = (float(bits >> 1) + 0.5) * 2^-31, at most 1 - 2^-24; -log(-log1p(-v))          (float32)
@@ -80,8 +81,8 @@ def token_logprobs(logits: Tensor, tokens: list[int], top: list[int]) -> list[To
 def adjust(logits: Tensor, sampling: Sampling, tokens: np.ndarray, prompt_len: int) -> None:
     """Everything before the temperature, in place on one row float32 [vocab].
 
-    `tokens` int32 are the row's prompt and all tokens generated so far. Presence and frequency penalties count generated tokens,
-    the repetition penalty both (as vLLM and transformers have it); bad words match generated tokens only.
+    `tokens` int32 are the row's prompt and all tokens generated so far. Presence and frequency penalties count generated
+    tokens, the repetition penalty both (as vLLM and transformers have it); bad words match generated tokens only.
     """
     output = tokens[prompt_len:]
     for word in sampling.bad_words:
