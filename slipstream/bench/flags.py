@@ -141,7 +141,8 @@ def _parity_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--margin", type=above_zero, default=1e-3, metavar="X", help="nats under which a tie may flip (default: 0.001)"
     )
-    sub.add_argument("--max-flips", type=int, metavar="N", help="near-ties allowed to flip (default: 2 %% of the answers)")
+    sub.add_argument("--max-flips", type=int, metavar="N", help="near-ties allowed to flip (default: any number)")
+    sub.add_argument("--sets", choices=("both", "greedy", "seeded"), default="both", help="which answers to compare")
 
 
 _FLAGS: dict[str, typing.Callable[[argparse.ArgumentParser], None]] = {

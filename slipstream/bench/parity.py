@@ -1,9 +1,9 @@
 """Do two servers, two settings, or two loads of one server give the same tokens?
 
-The fixed set runs greedy and seeded at each concurrency. Two greedy answers agree if they are equal, or if at the first
-difference the two best log probabilities, asked for afterwards with the history up to there, are nearer than the margin: a
-near-tie that the order of a batch's sums may flip. For a seeded answer the draw's noise is unknown out here, so a difference
-counts as a flip too, and all flips together may not exceed `max_flips`.
+The fixed set runs greedy and seeded at each concurrency. Two answers agree if they are equal, or if their first difference is a
+near-tie, which the order of a batch's sums may flip: with the history up to there, the log probabilities of both tokens (for a
+seeded answer with the noise of Slipstream's draw added) are nearer than the margin. Near-ties are counted. Another engine
+draws its own noise, so seeded answers can only be compared between servers of ours.
 """
 
 import json
@@ -19,6 +19,7 @@ from slipstream.bench.records import Job
 from slipstream.bench.worker import Target, Task
 from slipstream.errors import ConfigError
 
+Ask = Callable[[str, int, list[int], tuple[int, int]], float | None]
 Answers = dict[str, list[list[int] | str]]  # "greedy/8" -> for each prompt its token ids, or the error as a text
 
 
@@ -29,14 +30,14 @@ class Flip(msgspec.Struct, frozen=True):
     prompt: int
     step: int
     tokens: tuple[int, int]
-    margin: float | None  # of the two best, in nats; None where it could not be asked
+    margin: float | None  # distance from a tie, in nats; None where it could not be asked
 
 
 class Verdict(msgspec.Struct):
     compared: int = 0
     equal: int = 0
-    flips: list[Flip] = []  # near-ties, and differences of seeded answers
-    wrong: list[Flip] = []  # greedy differences with a margin
+    flips: list[Flip] = []  # near-ties
+    wrong: list[Flip] = []
     errors: list[str] = []
 
     def figures(self) -> dict[str, typing.Any]:
@@ -50,8 +51,9 @@ class Verdict(msgspec.Struct):
             "error_reasons": {e: self.errors.count(e) for e in dict.fromkeys(self.errors)},
         }
 
-    def passed(self, max_flips: int) -> bool:
-        return not self.wrong and not self.errors and len(self.flips) <= max_flips and self.compared > 0
+    def passed(self, max_flips: int | None) -> bool:
+        few = max_flips is None or len(self.flips) <= max_flips
+        return not self.wrong and not self.errors and few and self.compared > 0
 
 
 def collect(
@@ -72,8 +74,8 @@ def collect(
     return out
 
 
-def compare(a: Answers, b: Answers, margin: float, ask: Callable[[int, list[int]], float | None]) -> Verdict:
-    """`ask(prompt, answer so far)` returns the gap of the two best log probabilities of the next token."""
+def compare(a: Answers, b: Answers, margin: float, ask: Ask) -> Verdict:
+    """`ask(setting, prompt, answer so far, the two next tokens)` returns their distance from a tie."""
     verdict = Verdict()
     for setting in a:
         if setting not in b:
@@ -94,7 +96,7 @@ def _judge(
     x: list[int] | str,
     y: list[int] | str,
     margin: float,
-    ask: Callable[[int, list[int]], float | None],
+    ask: Ask,
 ) -> None:
     verdict.compared += 1
     if isinstance(x, str) or isinstance(y, str):
@@ -104,24 +106,40 @@ def _judge(
     if step == len(x) == len(y):
         verdict.equal += 1
         return
-    gap = ask(prompt, x[:step])
     pair = (x[step] if step < len(x) else -1, y[step] if step < len(y) else -1)
+    gap = ask(setting, prompt, x[:step], pair) if -1 not in pair else None
     flip = Flip(setting, prompt, step, pair, gap)
-    near = setting.startswith("seeded") or (gap is not None and gap < margin)
-    (verdict.flips if near and -1 not in pair else verdict.wrong).append(flip)
+    (verdict.flips if gap is not None and gap < margin else verdict.wrong).append(flip)
 
 
-async def top_gap(target: Target, prompt: list[int]) -> float | None:
-    """The gap between the two best log probabilities of the token after `prompt`, or None where the server gives fewer."""
+async def tie_gap(target: Target, history: list[int], pair: tuple[int, int], seed: int | None) -> float | None:
+    """How far two tokens after `history` are from a tie, in nats; None where the server does not tell.
+
+    Greedy: how far the worse of both is from the best token. Seeded: the difference of both after the noise of the draw.
+    """
     async with Client(target.base_url, target.key, target.timeout) as client:
-        body = {"model": target.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 5, "ignore_eos": True}
-        answer = await client.request("POST", "/v1/completions", body)
-    try:
-        best = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
-    except (KeyError, IndexError, TypeError, AttributeError):
+        seen = [await _logprobs(client, target.model, history, token) for token in pair]
+    if None in seen:
         return None
-    # The form is keyed by text: two tokens with one text leave fewer entries, and then the margin is not known.
-    return best[0] - best[1] if len(best) >= 5 else None
+    (a, best), (b, _) = seen  # type: ignore[misc]
+    if seed is None:
+        return max(a, b, best) - min(a, b)
+    from slipstream.ops.sampling import draw_key, gumbel, noise_bits
+
+    key = draw_key(seed, 0, len(history))
+    noise = [float(gumbel(noise_bits([key], token, 1))[0, 0]) for token in pair]
+    return abs(a + noise[0] - b - noise[1])
+
+
+async def _logprobs(client: Client, model: str, history: list[int], token: int) -> tuple[float, float] | None:
+    """The log probability of `token` after `history`, and that of the best token there."""
+    body = {"model": model, "prompt": [*history, token], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    answer = await client.request("POST", "/v1/completions", body)
+    try:
+        logprobs, at = answer["choices"][0]["logprobs"], len(history)
+        return logprobs["token_logprobs"][at], max(logprobs["top_logprobs"][at].values())
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return None
 
 
 def save(path: str, answers: Answers, params: dict[str, typing.Any]) -> None:

@@ -112,10 +112,12 @@ def own_server(arguments: str, wait: float = 600.0) -> Iterator[str]:
     ]
     with tempfile.TemporaryFile("w+") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
         try:
             _await_health(child, f"http://127.0.0.1:{port}", wait, log)
             yield f"http://127.0.0.1:{port}"
         finally:
+            signal.signal(signal.SIGTERM, before)
             child.send_signal(signal.SIGTERM)
             try:
                 child.wait(60)

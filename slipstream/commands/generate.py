@@ -5,6 +5,7 @@ bare string; other keys of an object (an id, say) are copied to its answer.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import sys
@@ -13,6 +14,8 @@ import typing
 from slipstream import config
 from slipstream.commands import sampling
 from slipstream.errors import ConfigError
+
+CHATS_AT_ONCE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,12 +93,26 @@ def _complete(llm: typing.Any, rows: list[dict[str, typing.Any]], params: dict[s
             if not picked:
                 continue
             if kind is dict:
-                done = [llm.chat(rows[i]["messages"], params) for i in picked]
+                done = _chats(llm, [rows[i]["messages"] for i in picked], params, lambda: bar.advance(task))
             else:
                 done = llm.generate([rows[i]["prompt"] for i in picked], params, progress=lambda n=1: bar.advance(task, n))
             for i, output in zip(picked, done, strict=True):
                 outputs[i] = output
     return outputs
+
+
+def _chats(
+    llm: typing.Any, chats: list[typing.Any], params: dict[str, typing.Any], done: typing.Callable[[], None]
+) -> list[typing.Any]:
+    """Answers conversations, many at a time: each waits in a thread of its own while the engine batches them."""
+
+    def one(messages: typing.Any) -> typing.Any:
+        answer = llm.chat(messages, params)
+        done()
+        return answer
+
+    with concurrent.futures.ThreadPoolExecutor(min(CHATS_AT_ONCE, len(chats))) as pool:
+        return list(pool.map(one, chats))
 
 
 def _kind(row: dict[str, typing.Any]) -> type:

@@ -26,7 +26,7 @@ class FakeServer:
         pieces: int = 0,
         faults: typing.Callable[[dict], str | None] = lambda body: None,
         skew: typing.Callable[[list[int], int], int] = lambda prompt, position: 0,  # added to the token
-        gap: float = 1.0,  # between the best log probabilities
+        gap: float = 1.0,  # between log probabilities of even and odd tokens
         ids: bool = True,  # whether return_token_ids is honoured
     ):
         self.delay, self.pieces, self.faults, self.skew, self.gap, self.ids = delay, pieces, faults, skew, gap, ids
@@ -90,8 +90,11 @@ class FakeServer:
         if body.get("stream"):
             return await self._stream(writer, body)
         choice = {"text": "x", "token_ids": [1] if self.ids else None}
-        if body.get("logprobs"):
-            choice["logprobs"] = {"top_logprobs": [{str(k): -1.0 - k * self.gap for k in range(5)}]}
+        if body.get("echo"):
+            last = body["prompt"][-1]
+            own = -1.0 - self.gap * (last % 2)
+            before = [None] * (len(body["prompt"]) - 1)
+            choice["logprobs"] = {"token_logprobs": [*before, own, -1.0], "top_logprobs": [*before, {"x": -1.0}, {"x": -1.0}]}
         self._json(writer, 200, {"choices": [choice]})
         return True
 

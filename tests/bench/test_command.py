@@ -117,17 +117,24 @@ def test_parity_accepts_a_difference_only_within_the_margin(gap, status, capsys)
         return int(position == 5 and len(prompt) == 60)
 
     with FakeServer(gap=gap) as a, FakeServer(skew=skew, gap=gap) as b:
-        args = [*PARITY, "--concurrency", "4", "--max-flips", "2"]
+        args = [*PARITY, "--concurrency", "4", "--sets", "greedy"]
         assert bench("parity", "--base-url", a.url, "--against", b.url, *args) == status
     assert "greedy/4, prompt 7, step 5" in capsys.readouterr().out
 
 
-def test_parity_does_not_take_many_seeded_differences_for_near_ties():
-    def skew(prompt, position):
-        return 1
+def test_near_ties_may_be_bounded():
+    with FakeServer(gap=1e-5) as a, FakeServer(skew=lambda prompt, position: 1, gap=1e-5) as b:
+        args = ["--base-url", a.url, "--against", b.url, *PARITY, "--concurrency", "4", "--sets", "greedy"]
+        assert bench("parity", *args, "--max-flips", "7") == 1
+        assert bench("parity", *args, "--max-flips", "8") == 0
 
-    with FakeServer(gap=1e-5) as a, FakeServer(skew=skew, gap=1e-5) as b:
-        assert bench("parity", "--base-url", a.url, "--against", b.url, *PARITY, "--concurrency", "4") == 1
+
+def test_a_seeded_difference_is_judged_with_the_noise_of_the_draw():
+    """Equal log probabilities are no tie when the draw's noise tells the tokens apart."""
+    with FakeServer(gap=0.0) as a, FakeServer(skew=lambda prompt, position: int(position == 3), gap=0.0) as b:
+        args = ["--base-url", a.url, "--against", b.url, *PARITY, "--concurrency", "4", "--sets"]
+        assert bench("parity", *args, "greedy") == 0
+        assert bench("parity", *args, "seeded") == 1
 
 
 def test_what_cannot_be_measured_is_said_before_it_is_tried(capsys):
