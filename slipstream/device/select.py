@@ -49,4 +49,11 @@ def _build_cpu(
     else:
         room = os.fstat(collective).st_size - SharedMemory.required_bytes(size, 0)
         sums = SharedMemory(collective, rank, size, room // (2 * size) // 4096 * 4096)
+        sums.on_wait = lambda other: _show_wait(board, sums.entered, other)
     return CpuExecutor(checkpoint, config, Shard(rank, size), sums, board), checkpoint.config
+
+
+def _show_wait(board: BoardWriter, entered: int, other: int | None) -> None:
+    """Shows whom the device waits for, so that of two ranks in one hanging step the right one is blamed."""
+    board.set("collective", entered)
+    board.set("sums_with", 0 if other is None else other + 1)

@@ -35,7 +35,8 @@ WORDS = (
     "beat_ns",  # last turn of the loop
     "phase",  # index into PHASES of what the loop is in
     "collective",  # collectives entered so far on the device thread
-    "waits_for",  # 1 + the rank this one waits for, 0 for none
+    "waits_for",  # 1 + the rank whose answer this one waits for, 0 for none
+    "sums_with",  # 1 + the rank that the device waits for in a collective, 0 for none
     "digest",
     "loop_spans", "device_spans",  # spans ever written to each ring
 )  # fmt: skip
@@ -64,6 +65,7 @@ class RankState:
     phase: str
     collective: int
     waits_for: int | None
+    sums_with: int | None
     digest: int
 
 
@@ -113,6 +115,7 @@ class Board:
             phase=PHASES[w["phase"] % len(PHASES)],
             collective=w["collective"],
             waits_for=w["waits_for"] - 1 if w["waits_for"] else None,
+            sums_with=w["sums_with"] - 1 if w["sums_with"] else None,
             digest=w["digest"] & (2**64 - 1),
         )
 

@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from slipstream.errors import EngineDown
+from slipstream.errors import Diverged, EngineDown
 from slipstream.log.entries import Reply, ToFollower
 
 _U64 = struct.Struct("<Q")
@@ -97,7 +97,7 @@ class LeaderEnd:
 
     def __init__(self, out: list[Ring], back: list[Ring], patience: float):
         self._out, self._back = out, back
-        self._patience = patience
+        self.patience = patience  # seconds that a follower may take to read or to answer
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -105,7 +105,7 @@ class LeaderEnd:
         return [ring.event for ring in self._back]
 
     def send(self, message: ToFollower) -> int:
-        """Delivers to all followers; returns the encoded size. EngineDown when one does not read for `patience` seconds."""
+        """Delivers to all followers; returns the encoded size. Diverged when one does not read for most of `patience`."""
         data = self._encoder.encode(message)
         for i, ring in enumerate(self._out):
             if not ring.put(data):
@@ -113,10 +113,11 @@ class LeaderEnd:
         return len(data)
 
     def _insist(self, i: int, ring: Ring, data: bytes) -> None:
-        end = time.monotonic() + self._patience
+        patience = 0.8 * self.patience  # while it waits here the leader does not turn; the supervisor must not blame it first
+        end = time.monotonic() + patience
         while not ring.put(data):
             if time.monotonic() > end:
-                raise EngineDown(f"rank {i + 1} has not read its channel for {self._patience:.0f} s")
+                raise Diverged(f"rank {i + 1} has not read its channel for {patience:g} s", i + 1, -1)
             time.sleep(0.0005)
 
     def receive(self) -> list[Reply]:

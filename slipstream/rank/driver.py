@@ -222,6 +222,8 @@ class LeaderDriver(Driver):
         self.seconds = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
         self._load: Load | None = None
         self._load_at = 0.0
+        self._due: tuple[int, int] | None = None  # (rank, entry) of the answer that is waited for
+        self._due_since = 0.0
         for fd in channel.descriptors():
             self._poll.register(fd, select.POLLIN)
 
@@ -234,6 +236,16 @@ class LeaderDriver(Driver):
         machine = self.machine
         late = [rank for rank, seq in machine.replied.items() if seq < machine.applied]
         return min(late, key=lambda rank: machine.replied[rank]) if late else None
+
+    def complain(self, now: float) -> None:
+        """A follower that turns its loop but does not answer is found here: the board cannot tell it from an idle one."""
+        super().complain(now)
+        rank = self.waiting_for()
+        due = None if rank is None else (rank, self.machine.replied[rank] + 1)
+        if due != self._due:
+            self._due, self._due_since = due, now
+        elif due is not None and now - self._due_since > self.channel.patience:
+            raise Diverged(f"rank {due[0]} has not answered entry {due[1]} for {self.channel.patience:g} s", *due)
 
     def on_control(self) -> bool:
         got = self.control.receive()

@@ -132,7 +132,7 @@ class Group:
             if all(m.ready for m in self.members):
                 self.state = State.READY
         elif isinstance(message, Fault):
-            self.refused = message.refusal
+            self.refused = self.refused or message.refusal
             self.fail(message.reason)
 
     def _agree(self) -> None:
@@ -175,11 +175,11 @@ class Group:
             return
         now = time.monotonic_ns()
         states = [self.board.state(self.spec.first_block + m.rank) for m in self.members]
-        still = [s for s in states if now - s.beat_ns > timeout * 1e9]
-        if not still and any(self._step_hangs(s, now, timeout) for s in states):
-            still = [min(states, key=lambda s: (s.arrived, s.collective))]
-        if still:
-            s = still[0]
+        s = min(states, key=lambda s: s.beat_ns)  # the others may stand still because this one does
+        if now - s.beat_ns <= timeout * 1e9:
+            hangs = any(self._step_hangs(s, now, timeout) for s in states)
+            s = min(states, key=lambda s: (s.arrived, s.sums_with is not None, s.collective)) if hangs else None
+        if s is not None:
             self.fail(f"rank {s.rank} has made no progress for {timeout:g} s; {self.where(s.rank)}")
 
     @staticmethod

@@ -35,7 +35,7 @@ class BadServer(Server):
 
     def assert_recovers(self, old: set[int]) -> None:
         """The ranks `old` are gone, a new group serves, and its memory is as anonymous as the old one's."""
-        self.wait_healthy()
+        self.wait_healthy(20.0)
         assert self.complete().status == 200
         assert not old & set(self.family()), "old ranks are alive"
         self.assert_no_names()

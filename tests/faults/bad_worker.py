@@ -1,8 +1,8 @@
 """A rank that misbehaves when told to: the production worker with one of its parts wrapped.
 
-Run in place of `slipstream.rank.worker`. It looks at the file named by FAULT_FILE before each thing that it could spoil; the rank
-that the file names takes the file away and misbehaves. The file holds {"rank": R, "fault": NAME}: see FAULTS. FAULT_START does
-the same for faults at start: {"rank": R, "fault": NAME, "from": I} for incarnations I and later.
+Run in place of `slipstream.rank.worker`. Before each thing that it could spoil it looks at the file named by FAULT_FILE,
+{"rank": R, "fault": NAME}; the rank that is meant takes the file away and misbehaves. FAULT_START is the same for faults at
+start, {"rank": R, "fault": NAME, "from": I}, of incarnations I and later.
 """
 
 import dataclasses
