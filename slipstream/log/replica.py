@@ -24,6 +24,7 @@ from slipstream.log.pages import Pages, page_keys
 from slipstream.log.request import Request
 
 I32 = np.dtype("<i4")
+NO_PAGES = np.zeros((0, 3), I32)
 
 FREE, RUNNING, PREEMPTED, ENDED = 0, 1, 2, 3  # states of a slot
 
@@ -42,7 +43,7 @@ class Flight(NamedTuple):
     """A launched step that is not settled yet: its sampling rows."""
 
     seq: int
-    slots: np.ndarray  # int32 [sampling rows]
+    slots: np.ndarray  # intp [sampling rows]
     epochs: np.ndarray  # int32 [sampling rows]
     scored: tuple[tuple[int, int], ...]  # (slot, request id) of chunks that return prompt log probabilities
 
@@ -59,7 +60,7 @@ class Ended(NamedTuple):
 class Settled(NamedTuple):
     """What one settle committed: column i is token tokens[i] of request ids[i]."""
 
-    slots: np.ndarray  # int32
+    slots: np.ndarray  # intp
     ids: np.ndarray  # int64
     tokens: np.ndarray  # int32
     columns: np.ndarray | None  # positions of these rows in the outcome, None when all rows counted
@@ -88,7 +89,9 @@ class Replica:
         self.last_row = np.full(slots, -1, np.int64)  # the entry of the slot's latest row
         self.tokens = np.zeros((slots, limits.max_len), I32)
         self.table = np.zeros((slots, self.width), I32)
-        self.decoding = np.zeros(0, np.int32)  # slots with one row per step, in order of joining; replaced, never changed
+        # slots with one row per step, in order of joining; replaced, never changed; intp, with which numpy indexes fastest
+        self.decoding = np.zeros(0, np.intp)
+        self._packed = (self.decoding, np.zeros(0, np.int32))  # `decoding` and the same as int32
         self.prefilling: list[int] = []  # slots with launched < target, in order of joining
         self.ended: list[Ended] = []  # in order of ending, not dropped yet
         self.flights: deque[Flight] = deque()
@@ -97,6 +100,7 @@ class Replica:
         self.stop_ids: dict[int, int] = {}  # stop token -> how many slots name it
         self.matchers: dict[int, Matcher] = {}  # slot -> its grammar's state
         self.digest = bytes(8)
+        self._ones, self._trues = np.ones(slots, np.int32), np.ones(slots, np.bool_)  # columns of decode rows
         self._mix: list[bytes] = []  # what this entry adds to the digest
 
     # --- commands
@@ -220,7 +224,10 @@ class Replica:
 
     def launch(self, seq: int, step: Step) -> Batch:
         """Moves the state past one step and returns its rows. The caller has made sure that pages are there."""
+        if step.decode and not step.slots:
+            return self._launch_decode(seq)
         slots, starts, counts = step.columns()
+        slots = slots.astype(np.intp)
         decodes = 0
         if step.decode:
             own = self.decoding
@@ -248,14 +255,44 @@ class Replica:
         chunks = ((s, self.requests[s]) for s in slots[decodes:].tolist())
         scored = tuple((s, r.id) for s, r in chunks if r.sampling.prompt_logprobs >= 0)
         self.flights.append(Flight(seq, sampling, self.epoch[sampling], scored))
-        pages = np.array(self.fresh_pages, I32).reshape(-1, 3)
-        self.fresh_pages = []
+        return self._batch(seq, slots.astype(np.int32), starts, counts, samples, decodes)
+
+    def _launch_decode(self, seq: int) -> Batch:
+        """`launch` for the step that most are: one row of each decoding slot. launched + 1 == target holds for them."""
+        slots = self.decoding
+        n = len(slots)
+        if self._packed[0] is not slots:
+            self._packed = (slots, slots.astype(np.int32))
+        packed = self._packed[1]
+        self._grow(slots)
+        starts = self.launched[slots]
+        ends = starts + 1
+        targets = ends + 1
+        self.launched[slots] = ends
+        self.target[slots] = targets
+        self.last_row[slots] = seq
+        full = targets >= self.limit[slots]
+        if np.count_nonzero(full):
+            self.decoding = slots[~full]
+        self.flights.append(Flight(seq, slots, self.epoch[slots], ()))
+        return self._batch(seq, packed, starts, self._ones[:n], self._trues[:n], n)
+
+    def _batch(
+        self, seq: int, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, samples: np.ndarray, decodes: int
+    ) -> Batch:
+        pages = NO_PAGES
+        if self.fresh_pages:
+            pages = np.array(self.fresh_pages, I32)
+            self.fresh_pages = []
         self._mix += (slots.tobytes(), starts.tobytes(), counts.tobytes(), pages.tobytes())
         return Batch(seq, slots, starts, counts, samples, decodes, pages)
 
     def _grow(self, decoding: np.ndarray) -> None:
         """Gives a page to each decode row that begins one."""
-        for slot in decoding[self.pages_wanted(decoding)].tolist():
+        wanted = self.pages_wanted(decoding)
+        if not np.count_nonzero(wanted):
+            return
+        for slot in decoding[wanted].tolist():
             page = self.pages.take()
             column = int(self.held[slot])
             self.table[slot, column] = page
@@ -279,7 +316,7 @@ class Replica:
             if joined:
                 self.prefilling = [s for s in self.prefilling if s not in joined]
                 staying = [s for s in joined if self.target[s] < self.limit[s]]
-                self.decoding = np.concatenate((self.decoding, np.array(staying, np.int32)))
+                self.decoding = np.concatenate((self.decoding, np.array(staying, np.intp)))
         if decodes and full[:decodes].any():
             gone = slots[:decodes][full[:decodes]]
             self.decoding = self.decoding[~np.isin(self.decoding, gone)]
@@ -294,28 +331,30 @@ class Replica:
             raise ValueError(f"entry {flight.seq}: {len(flight.slots)} rows sampled, {len(outcome.tokens)} tokens came back")
         self.settled_to = flight.seq
         slots, tokens, columns = flight.slots, outcome.tokens, None
-        phase = self.phase[slots]
-        alive = (self.epoch[slots] == flight.epochs) & (phase != ENDED)
-        if not alive.all():
+        alive = (self.epoch[slots] == flight.epochs) & (self.phase[slots] != ENDED)
+        if np.count_nonzero(alive) < len(slots):
             columns = np.flatnonzero(alive)
             slots, tokens = slots[columns], tokens[columns]
         ended: list[Ended] = []
         if outcome.errors:
             slots, tokens, columns, ended = self._settle_errors(flight, outcome, slots, tokens, columns)
         at = self.committed[slots]
+        after = at + 1
         self.tokens[slots, at] = tokens
-        self.committed[slots] = at + 1
-        block_done = at % self.limits.block == 0
-        if self.limits.caching and block_done.any():
-            self._publish_generated(slots[block_done].tolist())
+        self.committed[slots] = after
+        if self.limits.caching:
+            inside = at % self.limits.block
+            if np.count_nonzero(inside) < len(slots):
+                self._publish_generated(slots[inside == 0].tolist())
         if self.matchers:
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
                 if slot in self.matchers:
                     self.matchers[slot].accept(token)
-        ends = self.committed[slots] >= self.limit[slots]
-        for stop in self.stop_ids:
-            ends |= tokens == stop
-        if ends.any():
+        ends = after >= self.limit[slots]
+        if self.stop_ids and not self.stop_ids.keys().isdisjoint(tokens.tolist()):
+            for stop in self.stop_ids:
+                ends |= tokens == stop
+        if np.count_nonzero(ends):
             ended += self._end(slots[ends].tolist(), tokens[ends].tolist())
         self._mix.append(tokens.tobytes())
         return Settled(slots, self.ids[slots], tokens, columns, ended, flight.scored)

@@ -123,7 +123,7 @@ class Planner:
             if replica.phase[slot] != PREEMPTED:  # it ended by the token that was in flight
                 self.preempted.remove(slot)
             elif replica.committed[slot] == replica.target[slot]:
-                if not self._fits(int(replica.target[slot]), replica.keys[slot]):
+                if not self._fits(replica.requests[slot], int(replica.target[slot]), replica.keys[slot]):
                     break
                 self.preempted.remove(slot)
                 self._seat(plan, slot, replica.requests[slot], [])
@@ -159,7 +159,7 @@ class Planner:
         for waiting in self.queue.first(LOOKAHEAD):
             if self._computed_soon(waiting.keys[: (waiting.request.prompt_len - 1) // replica.limits.block]):
                 continue
-            if self._fits(waiting.request.prompt_len, waiting.keys):
+            if self._fits(waiting.request, waiting.request.prompt_len, waiting.keys):
                 if head is not None:
                     head.passed += 1
                 return waiting
@@ -184,11 +184,11 @@ class Planner:
             for slot, own in ((s, replica.keys[s]) for s in replica.prefilling)
         )
 
-    def _fits(self, known: int, keys: list[bytes]) -> bool:
+    def _fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
         """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
         replica = self.replica
         pages, block = replica.pages, replica.limits.block
-        cached = pages.find(keys[: (known - 1) // block])
+        cached = pages.find(keys[: (known - 1) // block]) if request.sampling.prompt_logprobs < 0 else []
         need = -(-known // block) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
         running = len(replica.decoding) + len(replica.prefilling)
         return need + min(running, pages.total // 50 + 1) <= pages.available if running else need <= pages.available
@@ -198,7 +198,7 @@ class Planner:
         return self.replica.admit(slot, request, keys)
 
     def _prompt_tokens_left(self) -> int:
-        slots = np.array(self.replica.prefilling, np.int32)
+        slots = np.array(self.replica.prefilling, np.intp)
         return int((self.replica.target[slots] - self.replica.launched[slots]).sum())
 
     # --- rows
