@@ -67,6 +67,7 @@ class Job:
     again: bool = False
     busy: bool = False  # a row of it is between take and settle
     queued: bool = False
+    closed: bool = False  # a step has seen the end of every input
     ended: bool = False
 
 
@@ -209,13 +210,14 @@ class Work:
                 some = True
             elif not (cutter.exhausted or (job.steps == 0 and port in job.looped)):
                 return False
-        return some or (job.steps == 0 and self._empty_text(job))
+        return some or self._owes_step(job)
 
-    def _empty_text(self, job: Job) -> bool:
-        """Whether the inputs have ended and a whole text among them is empty: that is a value, unlike an empty stream."""
-        return all(c.exhausted for c in job.cutters.values()) and any(
-            p.kind == "text" and p.takes == "whole" for p in job.component.inputs.values()
-        )
+    def _owes_step(self, job: Job) -> bool:
+        """Whether a step without chunks is due: the closing one, or the one of an empty text taken whole, which is a value."""
+        if job.closed or not all(c.exhausted for c in job.cutters.values()):
+            return False
+        whole_text = any(p.kind == "text" and p.takes == "whole" for p in job.component.inputs.values())
+        return job.component.closes or (job.steps == 0 and whole_text)
 
     def take(self) -> tuple[str, list[Row]] | None:
         """The rows of the next step: the component whose first row has waited longest among those with rows, in turn."""
@@ -235,14 +237,15 @@ class Work:
 
     def _row(self, job: Job) -> Row:
         inputs = {}
-        for port, cutter in job.cutters.items():
+        for port, cutter in job.cutters.items() if not job.again else ():
             chunk = cutter.pop()
-            if chunk is None and job.steps == 0 and port not in job.looped and job.component.inputs[port].kind == "text":
+            if chunk is None and job.steps == 0 and port not in job.looped and job.component.inputs[port].takes == "whole":
                 chunk = Chunk("", 0, True)
             if chunk is not None:
                 inputs[port] = chunk
-        job.busy, job.again = True, False
         last = all(c.exhausted for c in job.cutters.values())
+        job.closed = job.closed or (last and not job.again)
+        job.busy, job.again = True, False
         return Row(job.request.id, job.request.plan.walk.name, job.request.params, inputs, job.branches, last, job)
 
     def run(self, name: str, rows: list[Row]) -> Sequence[Result]:
@@ -359,7 +362,7 @@ class Work:
         if job.ended or job.busy:
             return
         finished = not job.again and all(c.exhausted for c in job.cutters.values())
-        if finished and not (job.steps == 0 and self._empty_text(job)):
+        if finished and not self._owes_step(job):
             self._end(job)
         else:
             self._queue(job)

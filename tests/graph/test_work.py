@@ -299,3 +299,38 @@ def test_unwanted_outputs_are_not_computed():
     assert pieces(w, 1) == [[0, 1, 2]] and not w.steps["echo"].seen
     with pytest.raises(BadRequest):
         w.on(Open(2, "w", ("nothing",)))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_component_that_closes_sees_the_end_once_however_it_comes(marked):
+    rows_seen = []
+
+    def step(rows):
+        rows_seen.extend((sorted(r.inputs), r.last) for r in rows)
+        total = (rows[0].branches[0] or 0) + sum(int(c.data.sum()) for c in rows[0].inputs.values())
+        return [Result({"y": np.array([total])} if rows[0].last else {}, state=total)]
+
+    tail = component("tail", {"x": "array/partial"}, {"y": "array"}, closes=True)
+    w = work(Walk("t", (Stream("in.x", "tail.x"), Stream("tail.y", "out.y"))), components=(tail,), steps={"tail": step})
+    w.on(Open(1, "t", ("y",)))
+    feed(w, 1, 0, [1], last=False)
+    drive(w)
+    feed(w, 1, 0, [2], *([] if marked else [None]))
+    if not marked:
+        w.effects.clear()
+    drive(w)
+    assert pieces(w, 1) == [[3]] and [last for _, last in rows_seen] == ([False, True]) and not w.requests
+
+
+def test_a_row_steps_again_without_taking_input():
+    def step(rows):
+        left = rows[0].branches[0] if not rows[0].inputs else int(rows[0].inputs["x"].data[0])
+        return [Result({"y": np.array([left])}, state=left - 1, again=left > 1)]
+
+    w = work(
+        Walk("e", (Stream("in.x", "echo.x"), Stream("echo.y", "out.y", window=99))), components=(ECHO,), steps={"echo": step}
+    )
+    w.on(Open(1, "e", ("y",)))
+    feed(w, 1, 0, [3], [2])
+    drive(w)
+    assert pieces(w, 1) == [[3], [2], [1], [2], [1]] and not w.requests

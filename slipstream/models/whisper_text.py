@@ -1,0 +1,178 @@
+"""From Whisper's logits to text: which tokens may come next, and segments with times. numpy only.
+
+The rules are those of Whisper's own decoding: timestamps come in pairs and never decrease, the first is at most one second, and
+a timestamp is taken when all of them together are likelier than any text.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+STEP = 0.02  # seconds of one timestamp
+MAX_INITIAL = 50  # timestamps, so 1 s
+MAX_NEW = 224  # tokens of one window
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The special tokens of one vocabulary, by name."""
+
+    end: int
+    start: int
+    previous: int
+    no_speech: int
+    no_timestamps: int
+    transcribe: int
+    languages: dict[str, int]  # empty for an English-only model
+
+    @property
+    def time(self) -> int:
+        """The token of 0.00 s."""
+        return self.no_timestamps + 1
+
+    @classmethod
+    def read(cls, token_to_id, english_only: bool) -> "Ids":
+        """From a tokenizer's `token_to_id`."""
+        find = lambda *names: next(i for n in names if (i := token_to_id(f"<|{n}|>")) is not None)
+        languages = {} if english_only else {n: i for n in LANGUAGES if (i := token_to_id(f"<|{n}|>")) is not None}
+        return cls(
+            find("endoftext"),
+            find("startoftranscript"),
+            find("startofprev"),
+            find("nocaptions", "nospeech"),
+            find("notimestamps"),
+            find("transcribe"),
+            languages,
+        )
+
+
+LANGUAGES = (
+    "en",
+    "de",
+    "es",
+    "fr",
+    "it",
+    "pt",
+    "nl",
+    "pl",
+    "ru",
+    "ja",
+    "zh",
+    "ko",
+    "tr",
+    "ar",
+    "hi",
+    "sv",
+    "uk",
+    "cs",
+    "fi",
+    "da",
+)
+
+
+@dataclass(eq=False)
+class Window:
+    """The decoding of one window: its prompt, what was sampled, and how likely it was."""
+
+    ids: Ids
+    start: float  # seconds of the audio before this window
+    stop: float
+    prompt: list[int]
+    timestamps: bool
+    temperature: float
+    suppress: np.ndarray
+    suppress_first: np.ndarray
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    tokens: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+    no_speech: float = 0.0
+
+    def choose(self, logits: np.ndarray) -> int:
+        """The next token from float32 [vocab] logits, which are overwritten. Appends it unless it is the end."""
+        self._mask(logits)
+        logp = logits - logits.max()
+        logp -= np.log(np.exp(logp).sum())
+        if self.timestamps and self._time_is_due(logp):
+            logp[: self.ids.time] = -np.inf
+        if self.temperature > 0:
+            token = int(np.argmax(logp / self.temperature + self.rng.gumbel(size=len(logp))))
+        else:
+            token = int(logp.argmax())
+        self.logprob += float(logp[token])
+        if token != self.ids.end:
+            self.tokens.append(token)
+        return token
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) >= MAX_NEW
+
+    def _mask(self, logits: np.ndarray) -> None:
+        logits[self.suppress] = -np.inf
+        logits[self.ids.no_timestamps] = -np.inf
+        if not self.tokens:
+            logits[self.suppress_first] = -np.inf
+        time = self.ids.time
+        if not self.timestamps:
+            logits[time:] = -np.inf
+            return
+        if not self.tokens:
+            logits[:time] = -np.inf
+            logits[time + MAX_INITIAL + 1 :] = -np.inf
+            return
+        last = self.tokens[-1] >= time
+        before = len(self.tokens) < 2 or self.tokens[-2] >= time
+        if last and before:
+            logits[time:] = -np.inf
+        elif last:
+            logits[: self.ids.end] = -np.inf
+        times = [t for t in self.tokens if t >= time]
+        if times:
+            floor = times[-1] + (0 if last and not before else 1)
+            logits[time:floor] = -np.inf
+
+    def _time_is_due(self, logp: np.ndarray) -> bool:
+        times = logp[self.ids.time :]
+        top = times.max()
+        return bool(np.isfinite(top)) and top + np.log(np.exp(times - top).sum()) > logp[: self.ids.time].max()
+
+    @property
+    def average(self) -> float:
+        return self.logprob / (len(self.tokens) + 1)
+
+    @property
+    def silent(self) -> bool:
+        """Whether what was decoded is taken for silence."""
+        return self.no_speech > 0.6 and self.average < -1.0
+
+    def segments(self, text_of) -> list[dict]:
+        """[{start, end, text, tokens, avg_logprob, no_speech_prob, temperature}] in seconds of the whole audio."""
+        time, out, since, run = self.ids.time, [], self.start, []
+
+        def close(end: float) -> None:
+            text = text_of(run)
+            if text.strip():
+                out.append(
+                    {
+                        "start": round(since, 2),
+                        "end": round(max(since, min(end, self.stop)), 2),
+                        "text": text,
+                        "tokens": list(run),
+                        "avg_logprob": self.average,
+                        "no_speech_prob": self.no_speech,
+                        "temperature": self.temperature,
+                    }
+                )
+
+        for token in self.tokens:
+            if token < time:
+                run.append(token)
+                continue
+            at = self.start + (token - time) * STEP
+            if run:
+                close(at)
+                run = []
+            since = at
+        if run:
+            close(self.stop)
+        return out
