@@ -13,7 +13,7 @@ from slipstream import __version__
 
 REQUIRED = (
     "torch", "numpy", "msgspec", "transformers", "tokenizers", "jinja2", "safetensors", "gguf", "huggingface_hub",
-    "starlette", "uvicorn", "prometheus_client", "rich", "pyyaml",
+    "starlette", "uvicorn", "httptools", "soundfile", "prometheus_client", "rich", "pyyaml",
 )  # fmt: skip
 OPTIONAL = (
     ("matplotlib", "pictures of `slipstream bench --plot`", "pip install matplotlib"),
