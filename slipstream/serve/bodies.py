@@ -33,6 +33,7 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str | None = None
     max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None  # wins over max_tokens
     min_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -74,6 +75,8 @@ class CompletionBody(Generate, kw_only=True):
     max_tokens: Count | None = None  # 0 is for `echo`: nothing but the prompt comes back
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
+    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
+    suffix: None = None
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
@@ -100,13 +103,20 @@ class ChatBody(Generate, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     modalities: list[Literal["text"]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # OpenAI's, not had here: null or absent
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -12,10 +12,10 @@ from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.errors import EngineDown, Overloaded
+from slipstream.errors import Overloaded
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.rank.protocol import Abort, Attach, Down, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens
-from slipstream.serve.errors import Failure
+from slipstream.serve.errors import Failed, Failure
 from slipstream.serve.link import Link
 
 log = logging.getLogger("slipstream.serve")
@@ -121,9 +121,11 @@ class Engine:
                 self._link.send(Abort(id))
 
     def check_ready(self) -> Limits:
-        """Raises EngineDown when a new request cannot be taken now."""
+        """Raises Failed (503) or Overloaded when a new request cannot be taken now."""
         if self.draining or self._link is None or self.limits is None:
-            raise EngineDown(self.reason or "the model is not ready")
+            raise Failed(
+                Failure(503, self.reason or "the model is not ready", code="unavailable", retry_after=self.retry_after)
+            )
         if self._link.full:
             raise Overloaded("the engine is not taking requests fast enough; try again later")
         return self.limits
@@ -132,7 +134,7 @@ class Engine:
         return next(self._ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a validated request over. Raises EngineDown or Overloaded, and then nothing was handed over."""
+        """Hands a validated request over. Raises Failed or Overloaded, and then nothing was handed over."""
         self.check_ready()
         assert self._link is not None
         self._live[request.id] = sink

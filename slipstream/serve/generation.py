@@ -24,7 +24,7 @@ class Generation:
         self._watch: asyncio.Task | None = None
 
     def start(self, answers: list[Answer], receive: Callable[[], Awaitable]) -> None:
-        """Submits all answers' requests, or none. Raises EngineDown or Overloaded."""
+        """Submits all answers' requests, or none. Raises Failed or Overloaded."""
         self._engine.check_ready()
         self.answers = answers
         self._watch = asyncio.create_task(self._watch_client(receive))
@@ -59,15 +59,15 @@ class Generation:
     async def changed(self) -> list[Answer]:
         """Waits for news and returns the answers that have some, ordered as it came.
 
-        Raises Failed as soon as one of them has failed. An empty list: all have ended and been returned, or the client is gone.
+        Raises Failed once one of them has failed and its last news was returned. An empty list: all have ended and been returned, or the client is gone.
         """
         while True:
-            if self._failure is not None:
-                raise Failed(self._failure)
             if self._dirty and not self.gone:
                 news = list(self._dirty.values())
                 self._dirty.clear()
                 return news
+            if self._failure is not None:
+                raise Failed(self._failure)
             if len(self._ended) == len(self.answers) or self.gone:
                 return []
             self._waiter = asyncio.get_running_loop().create_future()

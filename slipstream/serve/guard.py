@@ -1,6 +1,7 @@
 """What stands before every route: request ids, the key, Host and Origin, and headers that every answer gets. Pure ASGI."""
 
 import hmac
+import ipaddress
 import logging
 import re
 import secrets
@@ -23,6 +24,14 @@ _ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what is bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Guard:
     """Wraps the application.
 
@@ -33,7 +42,8 @@ class Guard:
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app = app
         self._key = config.api_key.encode() if config.api_key else None
-        self._loopback = config.uds is None and config.host in LOOPBACK
+        self._loopback = config.uds is None and is_loopback(config.host)
+        self._hosts = LOOPBACK | {config.host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,7 +85,7 @@ class Guard:
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
         if self._loopback:
             host = headers.get(b"host", b"").decode("latin-1")
-            if _hostname(f"//{host}") not in LOOPBACK:
+            if _hostname(f"//{host}") not in self._hosts:
                 return Failure(403, "this server is bound to a loopback address and answers to 127.0.0.1 and localhost only")
             origin = headers.get(b"origin")
             if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():

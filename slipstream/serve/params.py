@@ -9,6 +9,7 @@ from slipstream.serve.bodies import ChatBody, CompletionBody, Generate
 from slipstream.serve.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1
+GREEDY_BELOW = 1e-5  # logits divided by less would overflow; the best token wins there anyway
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,13 @@ def refuse_unsupported(body: Generate) -> None:
 def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
     """Raises BadRequest naming the field; what depends on a prompt's length is checked with the prompt."""
     refuse_unsupported(body)
+    max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens, param = body.max_tokens, "max_tokens"
     if isinstance(body, ChatBody):
-        logprobs, max_tokens, param = _chat_logprobs(body), body.max_completion_tokens, "max_completion_tokens"
-        if max_tokens is None:
-            max_tokens, param = body.max_tokens, "max_tokens"
-        echo, default = False, None
+        logprobs, echo, default = _chat_logprobs(body), False, None
     else:
-        logprobs = -1 if body.logprobs is None else body.logprobs
-        max_tokens, param, echo, default = body.max_tokens, "max_tokens", bool(body.echo), 16
+        logprobs, echo, default = -1 if body.logprobs is None else body.logprobs, bool(body.echo), 16
         if max_tokens == 0 and not echo:
             raise BadRequest("max_tokens: must be at least 1, except with echo", "max_tokens")
     stream = bool(body.stream)
@@ -130,10 +130,11 @@ def _sampling(body: Generate, tokenizer: Tokenizer, end_ids: frozenset[int], log
     def number(value: float | None, default: float) -> float:
         return default if value is None else float(value)
 
+    temperature, top_k = number(body.temperature, 1.0), body.top_k or 0
     return Sampling(
-        temperature=number(body.temperature, 1.0),
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=number(body.top_p, 1.0),
-        top_k=max(0, body.top_k or 0),
+        top_k=top_k if 0 < top_k < vocab else 0,
         min_p=number(body.min_p, 0.0),
         seed=secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK,
         presence_penalty=number(body.presence_penalty, 0.0),

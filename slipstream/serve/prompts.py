@@ -40,7 +40,7 @@ async def prepare(size: int | None, work: Callable[[], T]) -> T:
 
 def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
     """Characters or tokens to work through, roughly."""
-    size = 0
+    size = sum(map(len, getattr(body, "bad_words", None) or ()))
     for m in getattr(body, "messages", None) or ():
         size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
     prompt = getattr(body, "prompt", None)

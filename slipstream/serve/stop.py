@@ -1,22 +1,30 @@
-"""Stop strings over a growing text. Imports nothing.
+"""Stop strings over a growing text. Pure.
 
 Each string is followed by its Knuth-Morris-Pratt automaton, character by character: the result does not depend on how the text
 was cut into tokens, and what is held back is exactly the longest end of the text that could still become a stop string.
 """
+
+import functools
+
+
+@functools.lru_cache(1024)
+def _failures(word: str) -> tuple[int, ...]:
+    """For each length of a prefix of `word`, the longest shorter prefix that it ends with."""
+    fail, k = [0] * (len(word) + 1), 0
+    for i in range(1, len(word)):
+        while k and word[i] != word[k]:
+            k = fail[k]
+        if word[i] == word[k]:
+            k += 1
+        fail[i + 1] = k
+    return tuple(fail)
 
 
 class _Automaton:
     def __init__(self, word: str):
         self.word = word
         self.matched = 0  # length of the longest prefix of `word` that the text ends with
-        self._fail = [0] * (len(word) + 1)
-        k = 0
-        for i in range(1, len(word)):
-            while k and word[i] != word[k]:
-                k = self._fail[k]
-            if word[i] == word[k]:
-                k += 1
-            self._fail[i + 1] = k
+        self._fail = _failures(word)
 
     def step(self, char: str) -> bool:
         """Takes one character; whether the text now ends with the whole word."""

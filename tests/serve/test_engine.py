@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.errors import EngineDown
 from slipstream.log.request import Request
 from slipstream.rank.protocol import Abort, Attach, Down, Finished, Refused, Started, Submit, Tokens, ToLeader
 from slipstream.serve.engine import Engine
-from slipstream.serve.errors import Failure
+from slipstream.serve.errors import Failed, Failure
 
 
 class Ear:
@@ -168,14 +167,14 @@ def test_a_new_leader_serves_after_the_old_one_was_lost():
         ours.close()
         await asyncio.sleep(0.01)
         assert engine.state == "failed" and len(ear.ends) == 1 and ear.ends[0].status == 500
-        with pytest.raises(EngineDown):
+        with pytest.raises(Failed):
             engine.submit(Request(2, b"\0" * 4, 8), Ear(engine, 2))
         ours, theirs = socket.socketpair()
         await engine.attach(Attach(0, 2, 100, 8, 512), theirs)
         engine.down(Down(0, 1, "stale: the incarnation before", 1.0))
         assert engine.state == "ready"
         engine.drain()
-        with pytest.raises(EngineDown):
+        with pytest.raises(Failed):
             engine.check_ready()
         engine.fail_all(Failure(503, "over"))
         ours.close()
