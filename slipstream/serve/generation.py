@@ -59,7 +59,8 @@ class Generation:
     async def changed(self) -> list[Answer]:
         """Waits for news and returns the answers that have some, ordered as it came.
 
-        Raises Failed once one of them has failed and its last news was returned. An empty list: all have ended and been returned, or the client is gone.
+        Raises Failed once one of them has failed and its last news was returned. An empty list means that there is no more: all
+        have ended, or the client is gone.
         """
         while True:
             if self._dirty and not self.gone:

@@ -25,7 +25,6 @@ from slipstream.serve.app import build
 from slipstream.serve.control import Control
 from slipstream.serve.errors import Failure
 from slipstream.serve.front import Front
-from slipstream.serve.guard import is_loopback
 from slipstream.serve.http import Connection
 from slipstream.serve.tokenizer import load_tokenizer
 
@@ -81,8 +80,6 @@ class Process:
         logging.basicConfig(level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its faults are logged by the application
         logging.getLogger("asyncio").setLevel(logging.WARNING)
-        if not server_config.api_key and server_config.uds is None and not is_loopback(server_config.host):
-            log.warning("bound to %s without --api-key: everybody who reaches it can use it", server_config.host)
         self.listener = socket.socket(fileno=listen_fd)
         self.front = Front(engine_config, server_config, Board(board_fd))
         self.server = make_server(self.front, control.listening)

@@ -8,7 +8,7 @@ from array import array
 from slipstream.log.request import Request
 from tests.serve.fake import EOS, Script
 
-CASES = int(os.environ.get("SLIPSTREAM_TEST_FUZZ_CASES", "1500"))  # 10,000 before a release
+CASES = int(os.environ.get("FUZZ_CASES", "1500"))  # 10,000 before a release
 ODD = [None, True, False, 0, 1, -1, 2**31, 2**63, 2**80, 0.5, -0.0, 1e308]
 ODD += ["", "x", "\u0000", "💥" * 50, [], [[]], [0], ["a", 1], {}, {"a": None}]
 

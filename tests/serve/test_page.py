@@ -20,6 +20,9 @@ def page():
     b.close()
 
 
+LOOP = {"plan": 300_000, "publish": 150_000, "launch": 900_000, "settle": 700_000, "wait": 7_000_000}  # ns of a step
+
+
 def fill(board: Board, seconds: float = 1.5) -> None:
     """Steps of 10 ms on two ranks: the loop plans and settles beside a device that idles a tenth of the time."""
     now = time.monotonic_ns()
@@ -30,13 +33,7 @@ def fill(board: Board, seconds: float = 1.5) -> None:
         at = now - int(seconds * 1e9)
         for entry in range(int(seconds * 100)):
             span = at
-            for phase, took in (
-                ("plan", 300_000),
-                ("publish", 150_000),
-                ("launch", 900_000),
-                ("settle", 700_000),
-                ("wait", 7_000_000),
-            ):
+            for phase, took in LOOP.items():
                 pen.span(PHASE_ID[phase], span, span + took, entry)
                 span += took
             pen.device_span(at + 500_000, at + 9_500_000, entry)
