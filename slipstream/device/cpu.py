@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.device.cpu_memory import default_pages, page_bytes, resolve_dtype, threads_per_rank
+from slipstream.device.cpu_memory import allocate_caches, default_pages, page_bytes, resolve_dtype, threads_per_rank
 from slipstream.device.executor import Batch, Capacity, Outcome, StepFailed
 from slipstream.device.tables import SlotTables
 from slipstream.errors import ConfigError
@@ -69,24 +69,34 @@ class CpuExecutor:
             pages = default_pages(each, wanted, self.shard.size)
         if pages < 1:
             raise ConfigError(f"--kv-cache-memory-bytes: one page of {block} tokens needs {each} bytes")
-        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.ops.weight_bytes)
+        spare = c.kv_offload_memory_bytes
+        host_pages = pages // 4 if spare is None else spare // each if each else pages
+        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.ops.weight_bytes, host_pages)
 
-    def start(self, pages: int, slots: int, max_len: int) -> None:
+    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
         self.block = self.config.block_size
         self.tables = SlotTables(slots, max_len, self.block)
-        shape = self.model.cache
-        # calloc: pages that were never written take no memory, and the null page is zero
-        size = (pages + 1) * page_bytes(shape, self.block, self.dtype) // max(1, shape.layers)
-        self.caches = [
-            torch.from_numpy(np.zeros(size, np.uint8))
-            .view(self.dtype)
-            .view(pages + 1, self.block, 2 * shape.heads, shape.head_dim)
-            for _ in range(shape.layers)
-        ]
+        self.caches = allocate_caches(self.model.cache, pages, self.block, self.dtype)
+        self.host = allocate_caches(self.model.cache, host_pages, self.block, self.dtype)
+        self.copy_seconds = self._time_copies()
         self._thread.start()
+
+    def _time_copies(self) -> float:
+        """Seconds that a page takes to the host and back, here from memory to memory."""
+        sample = torch.ones_like(self.caches[0][0])
+        begin = time.perf_counter()
+        for cache in self.caches:
+            cache[0].copy_(sample)  # the null page, which holds nothing of anybody
+        return 2 * (time.perf_counter() - begin)
 
     def admit(self, slot: int, request: Request) -> None:
         self._work.put(lambda: self.tables.admit(slot, request))
+
+    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        self._work.put(lambda: _copy_pages(self.caches, pages, self.host, host))
+
+    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        self._work.put(lambda: _copy_pages(self.host, host, self.caches, pages))
 
     def launch(self, batch: Batch) -> None:
         def work() -> None:
@@ -207,3 +217,11 @@ class _Pending:
         self.start = start  # monotonic nanoseconds
         self.logits: Tensor | None = None
         self.prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = {}
+
+
+def _copy_pages(source: list[Tensor], pages: tuple[int, ...], target: list[Tensor], into: tuple[int, ...]) -> None:
+    """Copies pages between caches, in every layer."""
+    take, put = torch.tensor(pages), torch.tensor(into)
+    for a, b in zip(source, target, strict=True):
+        if a.numel():
+            b.index_copy_(0, put, a.index_select(0, take))

@@ -2,7 +2,9 @@
 
 import os
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.models.llama import CacheShape
 
@@ -36,6 +38,18 @@ def threads_per_rank(ranks: int) -> int:
 def page_bytes(cache: CacheShape, block: int, dtype: torch.dtype) -> int:
     """Keys and values of one page in all layers; 0 for a rank without heads."""
     return cache.layers * block * 2 * cache.heads * cache.head_dim * dtype.itemsize
+
+
+def allocate_caches(cache: CacheShape, pages: int, block: int, dtype: torch.dtype) -> list[Tensor]:
+    """Per layer [pages + 1, block, 2 * heads, head_dim] of zeros.
+
+    From calloc: pages that were never written take no memory.
+    """
+    shape = (pages + 1, block, 2 * cache.heads, cache.head_dim)
+    size = int(np.prod(shape)) * dtype.itemsize
+    if not size:
+        return [torch.empty(shape, dtype=dtype)] * cache.layers
+    return [torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape) for _ in range(cache.layers)]
 
 
 def default_pages(each: int, wanted: int, ranks: int) -> int:

@@ -76,7 +76,7 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, rank: int, size: int, max_bytes: int):
-        """`fd` must hold `required_bytes(size, max_bytes)` bytes, all zero at the group's start. It may be closed afterwards."""
+        """`fd` must hold `required_bytes(size, max_bytes)` bytes, all zero at first. It may be closed afterwards."""
         need = self.required_bytes(size, max_bytes)
         if os.fstat(fd).st_size < need:
             raise ValueError(f"the collectives' memory has {os.fstat(fd).st_size} bytes and needs {need} for {size} ranks")

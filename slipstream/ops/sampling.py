@@ -3,9 +3,9 @@
 The order is vLLM's: bad words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p, then the draw. Log
 probabilities are of the raw logits, before all of these.
 
-The draw is Gumbel-max: the token is argmax over ids of logits / temperature + gumbel, where the noise of an id depends on (seed,
-choice, position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks and in any
-mode. The noise is exactly this, in arithmetic modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
+The draw is Gumbel-max: the token is argmax over ids of logits / temperature + gumbel, where the noise of an id depends on
+(seed, choice, position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks and
+in any mode. The noise is exactly this, in arithmetic modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
 
     mix(x):   x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; x = (x ^ x >> 27) * 0x94D049BB133111EB;
               x ^ x >> 31                                                              (SplitMix64's output function)
@@ -115,7 +115,7 @@ def restrict(scores: Tensor, sampling: Sampling) -> None:
 
 
 def _top_p_floor(scores: Tensor, top_p: float) -> Tensor:
-    """The score of the last token that is needed for a mass of `top_p`. Looks at a few best first; ties with the last one stay."""
+    """The score of the last token that a mass of `top_p` needs; tokens that tie with it stay. Looks at a few best first."""
     total = scores.logsumexp(-1)
     for few in (256, scores.numel()):
         best = scores.topk(min(few, scores.numel())).values
@@ -138,7 +138,7 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 def best_of(scores: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The best score float32 [n] of each row float32 [n, count] and its lowest index int64 [n]. A NaN wins, so that it is noticed."""
+    """Each row's best score float32 [n] and its lowest index int64 [n], of float32 [n, count]. A NaN wins, to be noticed."""
     rows = scores.contiguous().numpy()
     ids = rows.argmax(-1)
     return rows[np.arange(len(ids)), ids], ids

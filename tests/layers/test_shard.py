@@ -1,0 +1,53 @@
+"""How heads, columns and vocabulary rows are split over ranks."""
+
+import pytest
+
+from slipstream.layers.shard import Heads, Shard, split_balanced, split_evenly, split_heads
+
+
+def test_nine_query_and_three_key_heads_go_on_two_three_and_four_ranks():
+    assert split_heads(9, 3, 2) == [Heads(0, 6, 0, 2), Heads(6, 9, 2, 3)]
+    assert split_heads(9, 3, 3) == [Heads(0, 3, 0, 1), Heads(3, 6, 1, 2), Heads(6, 9, 2, 3)]
+    assert split_heads(9, 3, 4) == [Heads(0, 2, 0, 1), Heads(2, 3, 0, 1), Heads(3, 6, 1, 2), Heads(6, 9, 2, 3)]
+
+
+@pytest.mark.parametrize("queries, keys", [(9, 3), (32, 8), (6, 6), (4, 1), (12, 2)])
+@pytest.mark.parametrize("size", range(1, 17))
+def test_every_query_head_is_held_once_beside_its_key_head(queries, keys, size):
+    heads = split_heads(queries, keys, size)
+    assert len(heads) == size
+    assert [q for h in heads for q in range(h.q_start, h.q_stop)] == list(range(queries))
+    for h in heads:
+        assert bool(h.queries) == bool(h.keys)
+        if h.queries:
+            assert h.queries % h.keys == 0
+            local = [h.kv_start + i // (h.queries // h.keys) for i in range(h.queries)]
+            assert local == [q // (queries // keys) for q in range(h.q_start, h.q_stop)]
+
+
+def test_an_even_split_covers_everything_and_differs_by_one_at_most():
+    for total in (0, 1, 7, 49152, 151936):
+        for size in range(1, 9):
+            parts = split_evenly(total, size)
+            assert parts[0][0] == 0 and parts[-1][1] == total
+            assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False))
+            sizes = [b - a for a, b in parts]
+            assert max(sizes) - min(sizes) <= 1
+    assert Shard(1, 3).even(10) == (4, 7)
+
+
+def test_a_rank_with_fewer_heads_takes_more_columns():
+    other = [(2 * h.queries + 2 * h.keys) * 64 for h in split_heads(9, 3, 2)]
+    parts = split_balanced(1536, other, unit=3)
+    weights = [o + 3 * (b - a) for o, (a, b) in zip(other, parts, strict=True)]
+    assert parts[0][0] == 0 and parts[-1][1] == 1536 and parts[0][1] % 16 == 0
+    assert abs(weights[0] - weights[1]) <= 3 * 32
+
+
+@pytest.mark.parametrize("total, other", [(200, [5, 5]), (201, [900, 30, 30]), (64, [10**6, 0, 0, 0]), (12288, [7, 7])])
+def test_a_balanced_split_covers_everything(total, other):
+    parts = split_balanced(total, other, unit=3)
+    assert parts[0][0] == 0 and parts[-1][1] == total
+    assert all(a[1] == b[0] and a[1] >= a[0] for a, b in zip(parts, parts[1:], strict=False))
+    if len(set(other)) == 1 and total % 32 == 0:
+        assert len({b - a for a, b in parts}) == 1

@@ -1,0 +1,138 @@
+"""Logits of tiny random models against transformers in float32: in chunks, several rows in a step, on 1 to 4 ranks."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from slipstream.device.cpu_memory import allocate_caches
+from slipstream.errors import ModelError
+from slipstream.layers.shard import Shard
+from slipstream.models.registry import build
+from slipstream.ops.paged import build_step
+from slipstream.ops.plain import PlainOps
+from slipstream.weights.checkpoint import open_checkpoint
+from tests.device.groups import collectives
+from tests.helpers import checkpoints
+from tests.helpers.checkpoints import tiny_llama, tiny_qwen3
+
+LENGTHS = (70, 1, 33)
+PROMPTS = [np.random.default_rng(3).integers(3, 300, n).astype(np.int32) for n in LENGTHS]
+BLOCK, COLUMNS = 8, 10
+
+
+def tiny(family: str, **fields):
+    base = {"hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 6}
+    import json
+
+    return checkpoints._folder(family, json.dumps({**base, "num_key_value_heads": 2, **fields}, sort_keys=True))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+MODELS = {
+    "llama": lambda: tiny_llama(),
+    "llama, tied, with biases": lambda: tiny_llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama, heads wider than hidden / heads, llama3 rotary": lambda: tiny_llama(head_dim=32, rope_parameters=LLAMA3),
+    "llama, an odd vocabulary and MLP": lambda: tiny_llama(vocab_size=321, intermediate_size=201),
+    "mistral": lambda: tiny("mistral", sliding_window=None, head_dim=16),
+    "qwen2": lambda: tiny("qwen2"),
+    "qwen3": lambda: tiny_qwen3(),
+}
+
+
+def reference(path) -> list[torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        return [model(torch.from_numpy(p.astype(np.int64))[None]).logits[0] for p in PROMPTS]
+
+
+def run_rank(checkpoint, rank: int, size: int, collective, chunk: int) -> list[torch.Tensor]:
+    """This rank's logits of every position of every prompt: all prompts in one step after another of `chunk` tokens each."""
+    with torch.inference_mode():
+        ops = PlainOps(torch.float32, Shard(rank, size), collective)
+        model = build(checkpoint, ops)
+        table = (1 + np.random.default_rng(0).permutation(len(PROMPTS) * COLUMNS)).astype(np.int32).reshape(-1, COLUMNS)
+        caches = allocate_caches(model.cache, table.size, BLOCK, torch.float32)
+        out = [[] for _ in PROMPTS]
+        for start in range(0, max(LENGTHS), chunk):
+            rows = [i for i, n in enumerate(LENGTHS) if n > start]
+            counts = np.array([min(chunk, LENGTHS[i] - start) for i in rows])
+            ids = np.concatenate([PROMPTS[i][start : start + n] for i, n in zip(rows, counts, strict=True)])
+            starts = np.full(len(rows), start)
+            step = build_step(ids, np.array(rows), starts, counts, table, caches, torch.float32, BLOCK)
+            parts = model.logits(model.forward(step)).split(counts.tolist())
+            for i, part in zip(rows, parts, strict=True):
+                out[i].append(part)
+        return [torch.cat(o) for o in out]
+
+
+def run(path, size: int, chunk: int) -> list[torch.Tensor]:
+    checkpoint, sums = open_checkpoint(path), collectives(size)
+    found = [None] * size
+
+    def work(rank):
+        found[rank] = run_rank(checkpoint, rank, size, sums[rank], chunk)
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    return [torch.cat(parts, dim=1) for parts in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name):
+    path = MODELS[name]()
+    expected = reference(path)
+    for size, chunk in ((1, 1000), (1, 9), (2, 32), (3, 1000), (4, 17)):
+        for a, b in zip(run(path, size, chunk), expected, strict=True):
+            assert torch.allclose(a, b, atol=2e-4, rtol=1e-4), (size, chunk, (a - b).abs().max())
+
+
+def test_bfloat16_stays_near_float32():
+    path = tiny_llama()
+    with torch.inference_mode():
+        ops = PlainOps(torch.bfloat16)
+        model = build(open_checkpoint(path), ops)
+        caches = allocate_caches(model.cache, COLUMNS, BLOCK, torch.bfloat16)
+        table = np.arange(1, COLUMNS + 1, dtype=np.int32)[None]
+        n = np.array([LENGTHS[0]])
+        step = build_step(PROMPTS[0], np.zeros(1, int), np.zeros(1, int), n, table, caches, torch.bfloat16, BLOCK)
+        error = (model.logits(model.forward(step)) - reference(path)[0]).abs().mean()
+    assert error < 0.05
+
+
+def config_of(**fields) -> dict:
+    base = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64}
+    return {**base, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512, **fields}
+
+
+class Config:
+    def __init__(self, **fields):
+        self.config = config_of(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM"),
+        ({"architectures": []}, "names no architecture"),
+        ({"sliding_window": 128}, "sliding_window 128"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_key_value_heads"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(fields, said):
+    with pytest.raises(ModelError, match=said):
+        build(Config(**fields), PlainOps(torch.float32))
