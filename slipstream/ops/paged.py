@@ -149,4 +149,4 @@ def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: 
 def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
     """The attention over two disjoint sets of keys from that over each."""
     share = torch.sigmoid(a_lse - b_lse)
-    return torch.lerp(b.float(), a.float(), share)
+    return torch.lerp(b.to(share.dtype), a.to(share.dtype), share)

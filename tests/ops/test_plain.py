@@ -1,0 +1,59 @@
+"""The plain operations against their definitions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.plain import PlainOps
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(params=TOLERANCE, ids=str)
+def ops(request):
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield PlainOps(request.param)
+
+
+def close(ops, a, b):
+    return torch.allclose(a.float(), b.float(), atol=TOLERANCE[ops.dtype], rtol=TOLERANCE[ops.dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_linear_layers_with_and_without_bias(ops, rows):
+    w, b, x = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((40, 32), (40,), (rows, 32)))
+    assert close(ops, ops.linear(x, ops.weight(w)), F.linear(x.float(), w.float()))
+    assert close(ops, ops.linear(x, ops.weight(w, b)), F.linear(x.float(), w.float(), b.float()))
+
+
+def test_the_gate_is_silu_of_the_first_part(ops):
+    gate, up, x = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((24, 32), (24, 32), (3, 32)))
+    expected = F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float())
+    assert close(ops, ops.swiglu(x, ops.gated_weight(gate, up)), expected)
+
+
+def test_a_norm_is_rms_norm_with_its_epsilon(ops):
+    w = torch.randn(32, dtype=ops.dtype)
+    for scale in (1.0, 1e-3):
+        x = torch.randn(4, 32, dtype=ops.dtype) * scale
+        expected = F.rms_norm(x.float(), (32,), w.float(), 1e-5)
+        assert close(ops, ops.norm(x, ops.norm_weight(w, 1e-5)), expected)
+    zero = torch.zeros(1, 32, dtype=ops.dtype)
+    assert not ops.norm(zero, ops.norm_weight(w, 1e-5)).any()
+
+
+def test_a_block_ends_with_the_residual_sum_and_its_norm(ops):
+    w, x, r, n = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((32, 16), (3, 16), (3, 32), (32,)))
+    expected = r.float() + F.linear(x.float(), w.float())
+    total, normed = ops.add_norm(x, ops.weight(w), r.clone(), ops.norm_weight(n, 1e-5))
+    assert close(ops, total, expected)
+    assert close(ops, normed, F.rms_norm(expected, (32,), n.float(), 1e-5))
+
+
+def test_weights_are_counted():
+    ops = PlainOps(torch.float32)
+    ops.weight(torch.zeros(10, 20), torch.zeros(10))
+    ops.norm_weight(torch.zeros(20), 1e-5)
+    ops.tensor(torch.zeros(3))
+    assert ops.weight_bytes == 4 * (200 + 10 + 20 + 3)
