@@ -42,12 +42,13 @@ class Output(NamedTuple):
 
 
 class Group(Protocol):
-    """One group, as the conductor sees it. `send` never blocks; the group calls `on_event` and `on_down` on the event loop."""
+    """One group, as the conductor sees it. `send` never blocks; the group calls the `on_` functions on the loop."""
 
     components: tuple[str, ...]
     peer: int  # its number in the transport, -1 for none
     up: bool
     on_event: Callable[["Group", FromGroup], None]
+    on_up: Callable[["Group"], None]
     on_down: Callable[["Group", str], None]
 
     def send(self, message: ToGroup) -> None: ...
@@ -163,7 +164,7 @@ class Conductor:
         self._ids = itertools.count(1)
         self._group_of = {name: group for group in groups for name in group.components}
         for group in groups:
-            group.on_event, group.on_down = self._event, self._down
+            group.on_event, group.on_up, group.on_down = self._event, self.forget, self._down
 
     def group_of(self, place: str) -> Group:
         return self._group_of[place.split(".")[0]]

@@ -26,7 +26,6 @@ from slipstream.graph.messages import (
     Stop,
     Stored,
     ToGroup,
-    Up,
     encode,
     with_value,
 )
@@ -48,6 +47,7 @@ class LocalGroup:
         self.work = work
         self.components = tuple(c.name for c in work.components)
         self.on_event: Callable[[Group, FromGroup], None]
+        self.on_up: Callable[[Group], None]
         self.on_down: Callable[[Group, str], None]
         self._pumping = False
 
@@ -81,8 +81,8 @@ class ProcessGroup:
         self.up = False
         self.transport = transport
         self.on_event: Callable[[Group, FromGroup], None]
+        self.on_up: Callable[[Group], None]
         self.on_down: Callable[[Group, str], None]
-        self.on_up: Callable[[], None] = lambda: None
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: deque[Any] = deque()  # messages behind one that the transport has no room for
         self._since = 0.0  # when the first of them began to wait
@@ -92,17 +92,13 @@ class ProcessGroup:
     async def serve(self, sock: socket.socket) -> str:
         """Talks to the worker until its end, and returns why it ended."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
+        self.up = True
+        self.on_up(self)
         frames, reason = Frames(FromGroup), "its connection was closed"
         try:
             while data := await reader.read(1 << 18):
                 for event in frames.feed(data):
-                    if isinstance(event, Up):
-                        if event.error:
-                            return event.error
-                        self.up = True
-                        self.on_up()
-                    else:
-                        self._event(event)
+                    self._event(event)
         except OSError as e:
             reason = str(e)
         finally:
@@ -180,6 +176,7 @@ class TaskGroup:
         self.components = (component,)
         self.up = True
         self.on_event: Callable[[Group, FromGroup], None]
+        self.on_up: Callable[[Group], None]
         self.on_down: Callable[[Group, str], None]
         self._model, self._serve = model, serve
         self._requests: dict[int, tuple[Plan, dict[str, Any]]] = {}

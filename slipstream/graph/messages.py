@@ -87,15 +87,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     status: int = 500
 
 
-class Up(msgspec.Struct, frozen=True, tag=True):
-    """The group has loaded, or could not: `error` says why."""
-
-    error: str = ""
-    id: int = 0
-
-
 ToGroup = Open | Feed | Stop | Abort | Took | Forget
-FromGroup = Piece | Took | Done | Failed | Up
+FromGroup = Piece | Took | Done | Failed
 
 
 class Stored(msgspec.Struct, frozen=True):

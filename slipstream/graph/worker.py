@@ -1,10 +1,11 @@
-"""A worker process: one group of components that are plain step functions. Its own process, one thread for the loop.
+"""A worker process: one group of components that are plain step functions. One thread for the loop.
 
-`python -m slipstream.graph.worker SPEC SOCKET ARENA`: a `WorkerSpec` as JSON and two inherited descriptors. It ends when the
-socket does. What it imports beyond the standard library and numpy is what its components' builders import.
+`python -m slipstream.graph.worker FD PARENT`, a child of the supervisor like a rank: the same control socket and messages, with
+a `WorkerSpec` as the setup's role and the arena as its last descriptor. What it imports beyond the standard library and numpy
+is what its components' builders import.
 """
 
-import ctypes
+import faulthandler
 import importlib
 import os
 import select
@@ -12,15 +13,21 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from slipstream.graph.messages import INLINE, Done, Failed, Feed, Forget, Frames, Piece, Stored, ToGroup, Up, encode, with_value
+from slipstream.errors import ConfigError, ModelError
+from slipstream.graph.messages import INLINE, Done, Failed, Feed, Forget, Frames, Piece, Stored, ToGroup, encode, with_value
 from slipstream.graph.model import Model
-from slipstream.graph.work import Work
+from slipstream.graph.work import Row, Work
+from slipstream.rank.board import STATES, Board, BoardWriter
+from slipstream.rank.control import Control, die_with_parent
+from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup, ToRank
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
 
@@ -53,36 +60,72 @@ def build_steps(model: Model, components: tuple[str, ...], settings: dict[str, d
 
 
 class Worker:
-    """The loop: read what has come, do one step, send what it made. Waits for room in the arena before it steps again."""
+    """The loop: read what has come, do one step, send what it made. Waits for room in the arena before it steps again.
 
-    def __init__(self, spec: WorkerSpec, sock: socket.socket, arena: Arena, work: Work):
-        self.spec, self.sock, self.arena, self.work = spec, sock, arena, work
-        self.frames = Frames(ToGroup)
+    One front end at a time: a new one begins with no requests. `board` shows the loop's beat, and each step as launched,
+    arrived and settled, so that the supervisor sees a step that hangs.
+    """
+
+    def __init__(self, spec: WorkerSpec, control: Control, arena: Arena, make_work: Callable[[], Work], board: BoardWriter):
+        self.spec, self.control, self.arena, self.board = spec, control, arena, board
+        self.make_work = make_work
+        self.sock: socket.socket | None = None
+        self.steps = 0
+        self._begin(None)
+
+    def _begin(self, sock: socket.socket | None) -> None:
+        if self.sock:
+            self.sock.close()
+        if sock:
+            sock.setblocking(False)
+        self.sock, self.work, self.frames = sock, self.make_work(), Frames(ToGroup)
         self.events: deque[Any] = deque()
         self.out = bytearray()
         self.since = 0.0  # when the first of the events began to wait
 
     def loop(self) -> None:
-        self.sock.setblocking(False)
         while self.turn():
-            pass
+            self.board.set("beat_ns", time.monotonic_ns())
 
     def turn(self) -> bool:
-        """False when the other side has gone."""
+        """False when the supervisor has gone."""
         full = self._flush()
         taken = None if self.events or len(self.out) > 1 << 20 else self.work.take()
-        wait = 0 if taken else 0.002 if full else None
-        readable, _, _ = select.select([self.sock], [self.sock] if self.out else [], [], wait)
-        if readable and not self._read():
-            return False
+        wait = 0 if taken else 0.002 if full else 1.0
+        readers = [self.control, self.sock] if self.sock else [self.control]
+        writers = [self.sock] if self.sock and self.out else []
+        readable, _, _ = select.select(readers, writers, [], wait)
+        if self.control in readable:
+            got = self.control.receive()
+            if got is None:
+                return False
+            if isinstance(got[0], Front):
+                self._begin(socket.socket(fileno=got[1][0]))
+                return True
+        if self.sock in readable and not self._read():
+            self._begin(None)
+            return True
         if taken:
-            self.work.settle(*taken, self.work.run(*taken))
+            self._step(*taken)
         self.events += self.work.effects
         self.work.effects.clear()
         self._release()
         return True
 
+    def _step(self, name: str, rows: list[Row]) -> None:
+        begun = time.monotonic_ns()
+        self.steps += 1
+        self.board.set("launched_ns", begun)
+        self.board.set("launched", self.steps)
+        self.work.settle(name, rows, self.work.run(name, rows))
+        ended = time.monotonic_ns()
+        for word in ("applied", "arrived", "settled"):
+            self.board.set(word, self.steps)
+        self.board.set("arrived_ns", ended)
+        self.board.device_span(begun, ended, self.steps)
+
     def _read(self) -> bool:
+        assert self.sock
         try:
             data = self.sock.recv(1 << 18)
         except BlockingIOError:
@@ -134,7 +177,7 @@ class Worker:
                 continue
             self.out += encode(event)
         try:
-            while self.out:
+            while self.out and self.sock:
                 del self.out[: self.sock.send(self.out)]
         except BlockingIOError:
             pass
@@ -160,24 +203,45 @@ class Worker:
                 self.events[i] = Failed(event.id, self.spec.components[0], str(error))
 
 
-def die_with_parent() -> None:
-    """Asks Linux to end this process when its parent does."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def main(argv: list[str]) -> int:
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    spec = msgspec.json.decode(argv[0], type=WorkerSpec)
-    sock, arena = socket.socket(fileno=int(argv[1])), Arena(int(argv[2]), spec.peer)
+    die_with_parent(int(argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the supervisor decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # stacks for the supervisor's report
+    control = Control(socket.socket(fileno=int(argv[0])), ToRank)
+    got = control.receive()
+    if got is None:
+        return 0
+    setup, fds = got
+    assert isinstance(setup, Setup)
     try:
-        model = resolve(spec.model)
-        work = Work(model, spec.components, build_steps(model, spec.components, spec.settings))
+        return run(control, setup, fds)
+    except (ConfigError, ModelError) as e:
+        control.send(Fault(0, -1, str(e), refusal=True))
     except Exception as e:
-        sock.sendall(encode(Up(f"{', '.join(spec.components)}: {type(e).__name__}: {e}")))
-        return 1
-    sock.sendall(encode(Up()))
-    Worker(spec, sock, arena, work).loop()
+        traceback.print_exc()
+        control.send(Fault(0, -1, f"{setup.role[:200]}: {type(e).__name__}: {e}"))
+    return 1
+
+
+def run(control: Control, setup: Setup, fds: list[int]) -> int:
+    """Loads, says so, and serves front ends until the supervisor's end is closed."""
+    spec = msgspec.json.decode(setup.role, type=WorkerSpec)
+    board = Board(fds[0]).writer(setup.block)
+    words = {"group": setup.group, "incarnation": setup.incarnation, "state": STATES.index("starting"), "pid": os.getpid()}
+    for name, value in words.items():
+        board.set(name, value)
+    model = resolve(spec.model)
+    steps = build_steps(model, spec.components, spec.settings)
+    arena = Arena(fds[-1], spec.peer)
+    no_cache = dict.fromkeys(Begin.__struct_fields__, 0)
+    control.send(Loaded(**no_cache, weight_bytes=0, stamp=",".join(spec.components)))
+    if control.receive() is None:
+        return 0
+    board.set("beat_ns", time.monotonic_ns())
+    board.set("state", STATES.index("ready"))
+    control.send(Ready())
+    Worker(spec, control, arena, lambda: Work(model, spec.components, steps), board).loop()
     return 0
 
 

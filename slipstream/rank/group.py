@@ -41,7 +41,8 @@ class Spec:
     size: int
     first_block: int  # of the board; one block per rank
     module: str = "slipstream.rank.worker"
-    role: str = ""
+    role: str = ""  # what a module of another kind needs to know
+    descriptors: tuple[int, ...] = ()  # handed to every rank after the others
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Group:
         for rank in range(spec.size):
             self.board.clear(spec.first_block + rank)
             pairs = [fd for i in range(spec.size - 1) if rank in (0, i + 1) for fd in (*out[i], *back[i])]
-            self.members.append(self._spawn(rank, [self.board.fd, shared, *pairs]))
+            self.members.append(self._spawn(rank, [self.board.fd, shared, *pairs, *spec.descriptors]))
         for fd in (shared, *(fd for pair in out + back for fd in pair)):
             os.close(fd)
 

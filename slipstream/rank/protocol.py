@@ -147,7 +147,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     rank: int
     size: int
     block: int  # of the board
-    role: str = ""  # which component a group of another kind than a language model holds
+    role: str = ""  # what a group of another kind than a language model holds (`graph.worker.WorkerSpec` as JSON)
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

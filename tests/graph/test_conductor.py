@@ -1,39 +1,42 @@
 import asyncio
 import contextlib
 import os
-import pathlib
+import select
 import socket
-import subprocess
-import sys
 
 import msgspec
 import pytest
 
+from slipstream.config import EngineConfig
 from slipstream.errors import BadRequest, EngineDown
 from slipstream.graph.conductor import Conductor, RequestFailed
 from slipstream.graph.groups import LocalGroup, ProcessGroup, TaskGroup
 from slipstream.graph.model import Edge, Model, Stream, Walk
 from slipstream.graph.work import Work
 from slipstream.graph.worker import WorkerSpec, build_steps
+from slipstream.rank.board import Board
+from slipstream.rank.group import Group as RankGroup
+from slipstream.rank.group import Spec, State
 from slipstream.transport.arena import Arena
 
 from .toys import TOY, component
 
-ROOT = pathlib.Path(__file__).parents[2]
 BIG = {"tone": {"size": 50_000}}
 
 
-def spawn(model, components, peer, fd, settings=BIG, peers=None):
-    """A worker process and our socket to it."""
+def started(model, components, peer, fd, settings=BIG):
+    """A worker group as the supervisor starts it, ready or failed, and our socket to it."""
+    spec = WorkerSpec(f"tests.graph.toys:{model}", components, settings, peer, {"tone": 1, "sum": 2})
+    role = msgspec.json.encode(spec).decode()
+    group = RankGroup(Spec(peer, EngineConfig(), "", 1, 0, "slipstream.graph.worker", role, (fd,)), Board.create(1))
+    group.start()
+    while group.state is State.STARTING:
+        assert select.select([group.members[0].control], [], [], 30)[0]
+        group.on_message(group.members[0])
     ours, theirs = socket.socketpair()
-    spec = WorkerSpec(f"tests.graph.toys:{model}", components, settings, peer, peers or {"tone": 1, "sum": 2})
-    proc = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.graph.worker", msgspec.json.encode(spec).decode(), str(theirs.fileno()), str(fd)],
-        pass_fds=[theirs.fileno(), fd],
-        cwd=ROOT,
-    )
+    group.give_front(theirs.fileno())
     theirs.close()
-    return proc, ours
+    return group, ours
 
 
 class System:
@@ -48,12 +51,11 @@ class System:
         self.procs, self.tasks = {}, {}
 
     async def start(self, name):
-        group, up = self.groups[name], asyncio.Event()
-        group.on_up = up.set
-        self.procs[name], sock = spawn("TOY", (name,), group.peer, self.fd)
+        group = self.groups[name]
+        self.procs[name], sock = await asyncio.to_thread(started, "TOY", (name,), group.peer, self.fd)
         self.tasks[name] = asyncio.get_running_loop().create_task(group.serve(sock))
-        await asyncio.wait_for(up.wait(), 30)
-        self.conductor.forget(group)
+        while not group.up:
+            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +67,6 @@ async def system():
     finally:
         for proc in s.procs.values():
             proc.kill()
-            proc.wait()
         await asyncio.gather(*s.tasks.values())
         os.close(s.fd)
 
@@ -226,9 +227,9 @@ def test_a_killed_worker_ends_its_requests_with_one_error_each_and_serves_again(
 def test_a_worker_that_cannot_load_says_why():
     async def main():
         fd = Arena.create(2, 1 << 20)
-        proc, sock = spawn("UNREADY", ("broken",), 1, fd)
-        assert "broken: FileNotFoundError: no weights here" in await ProcessGroup(("broken",), 1, Arena(fd, 0)).serve(sock)
-        assert proc.wait(10) == 1
+        group, _ = started("UNREADY", ("broken",), 1, fd)
+        assert group.state is State.POISONED and "FileNotFoundError: no weights here" in group.failure
+        group.kill()
         os.close(fd)
 
     asyncio.run(main())
