@@ -61,6 +61,9 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that a rank may take", above=0, most=1)
     enforce_eager: bool = option(False, "run CUDA steps without captured graphs (slow)")
+    kv_offload_memory_bytes: int | None = option(
+        None, "host memory per rank for pages of preempted requests (default: a quarter of the cache; 0: recompute)", least=0
+    )
     seed: int = option(0, "seed of dummy weights; request seeds are the request's own", least=0)
     scheduling: str = option("async", "async plans the next step while one runs; serial waits", choices=("async", "serial"))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of prompts and answers that begin alike")

@@ -23,6 +23,7 @@ class Capacity:
     slots: int
     max_len: int  # tokens per request
     weight_bytes: int
+    host_pages: int = 0  # pages in host memory, for the contents of preempted requests: ids 0..host_pages - 1
 
 
 class StepFailed(Exception):
@@ -32,12 +33,22 @@ class StepFailed(Exception):
 class Executor(Protocol):
     def capacity(self) -> Capacity: ...
 
-    def start(self, pages: int, slots: int, max_len: int) -> None:
+    copy_seconds: float  # how long a page takes to the host and back; known after `start`
+
+    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
         """Allocates pages 1..pages and slot tables, then warms up (compiles, captures). Called once, before any other call."""
         ...
 
     def admit(self, slot: int, request: Request) -> None:
         """Queues the writing of a slot's tables: prompt ids, sampling parameters, counters. Resets all loop-carried state."""
+        ...
+
+    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        """Queues the copy of pages to host pages, in the stream's order."""
+        ...
+
+    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        """Queues the copy of host pages to pages, in the stream's order."""
         ...
 
     def launch(self, batch: Batch) -> None:

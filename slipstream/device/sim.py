@@ -111,7 +111,11 @@ class SimExecutor:
         pages = DEFAULT_PAGES if memory is None else memory // PAGE_BYTES
         if pages < 1:
             raise ConfigError(f"--kv-cache-memory-bytes {memory}: a page of the simulated device takes {PAGE_BYTES} bytes")
-        self._capacity = Capacity(pages, config.max_num_seqs, config.max_model_len or max_len, 0)
+        spare = config.kv_offload_memory_bytes
+        host_pages = pages // 4 if spare is None else spare // PAGE_BYTES
+        max_len = min(config.max_model_len or max_len, pages * config.block_size)
+        self._capacity = Capacity(pages, config.max_num_seqs, max_len, 0, host_pages)
+        self.copy_seconds = 0.0
         self._board = board
         self._queue: deque[tuple[float, float, Outcome]] = deque()  # (start, end, outcome)
         self._held: Batch | None = None
@@ -121,11 +125,17 @@ class SimExecutor:
     def capacity(self) -> Capacity:
         return self._capacity
 
-    def start(self, pages: int, slots: int, max_len: int) -> None:
+    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
         self._tokens = SimTokens(slots, self._vocab)
 
     def admit(self, slot: int, request: Request) -> None:
         self._tokens.admit(slot, request)
+
+    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        """Pages hold nothing here."""
+
+    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        """Pages hold nothing here."""
 
     def launch(self, batch: Batch) -> None:
         self.launch_forward(batch)

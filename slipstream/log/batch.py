@@ -1,10 +1,35 @@
-"""What the replica hands to a device and what comes back: one step's rows as columns, and its outcome."""
+"""What the replica asks of a device and what comes back: calls, one step's rows as columns, and its outcome."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.request import TokenLogprobs
+from slipstream.log.request import Request, TokenLogprobs
+
+
+class Seat(NamedTuple):
+    """Queue the writing of a slot's tables."""
+
+    slot: int
+    request: Request
+
+
+class Offload(NamedTuple):
+    """Queue the copy of device pages to host pages, one to one."""
+
+    pages: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+class Restore(NamedTuple):
+    """Queue the copy of host pages to device pages, one to one."""
+
+    host: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+Call = Seat | Offload | Restore
 
 
 @dataclass(frozen=True, eq=False)

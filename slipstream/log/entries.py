@@ -31,9 +31,13 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Preempt(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Takes a request's pages; it keeps its slot, tokens and sampling state, and waits for an Admit."""
+    """Takes a request's pages; it keeps its slot, tokens and sampling state, and waits for an Admit.
+
+    `keep`: the pages' contents go to host memory first, to be brought back by that Admit; else they are computed again.
+    """
 
     slot: int
+    keep: bool = False
 
 
 Command = Admit | Drop | Preempt
@@ -69,9 +73,23 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """A request's body, sent ahead of the entry that admits it."""
+    """A request's body, sent ahead of the entry that admits it. One with a grammar is answered by a Prepared."""
 
     request: Request
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """A request whose body was sent ahead will not be admitted."""
+
+    id: int
+
+
+class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """A rank has compiled a request's grammar, or could not (`error`)."""
+
+    rank: int
+    id: int
+    error: str = ""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -86,4 +104,5 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=12):
     existed: tuple[bool, ...] = ()
 
 
-ToFollower = Entry | Body
+ToFollower = Entry | Body | Forget
+FromFollower = Reply | Prepared

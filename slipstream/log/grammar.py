@@ -18,4 +18,4 @@ class Matcher(Protocol):
     def copy(self) -> "Matcher": ...
 
 
-MakeMatcher = Callable[[bytes], Matcher]  # from a request's serialized grammar
+MakeMatcher = Callable[[bytes], Matcher]  # from a request's serialized grammar; raises ValueError where it cannot be compiled

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.batch import Batch, Outcome
+from slipstream.log.batch import Batch, Call, Offload, Outcome, Restore, Seat
 from slipstream.log.entries import Step
-from slipstream.log.grammar import MakeMatcher, Matcher
+from slipstream.log.grammar import Matcher
 from slipstream.log.pages import Pages, page_keys
 from slipstream.log.request import Request
 
@@ -37,6 +37,7 @@ class Limits(NamedTuple):
     max_len: int  # tokens of one request, prompt and answer
     block: int = 16  # tokens of a page
     caching: bool = True  # whether pages can be found again by content
+    host_pages: int = 0  # pages in host memory for requests that are preempted, numbered from 0
 
 
 class Flight(NamedTuple):
@@ -69,9 +70,8 @@ class Settled(NamedTuple):
 
 
 class Replica:
-    def __init__(self, limits: Limits, make_matcher: MakeMatcher | None = None):
+    def __init__(self, limits: Limits):
         self.limits = limits
-        self.make_matcher = make_matcher
         slots = limits.slots
         self.width = -(-limits.max_len // limits.block)  # columns of a block table
         self.pages = Pages(limits.pages)
@@ -97,6 +97,9 @@ class Replica:
         self.flights: deque[Flight] = deque()
         self.settled_to = -1  # entries through this one are settled
         self.fresh_pages: list[tuple[int, int, int]] = []  # (slot, column, page) not yet in a batch
+        self.free_host = list(range(limits.host_pages - 1, -1, -1))  # popped from the end
+        self.offloaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot -> (tokens, host pages)
+        self.calls: list[Call] = []  # asked of the device by commands, in order, not yet taken
         self.stop_ids: dict[int, int] = {}  # stop token -> how many slots name it
         self.matchers: dict[int, Matcher] = {}  # slot -> its grammar's state
         self.digest = bytes(8)
@@ -105,17 +108,17 @@ class Replica:
 
     # --- commands
 
-    def admit(self, slot: int, request: Request, keys: list[bytes]) -> int:
+    def admit(self, slot: int, request: Request, keys: list[bytes], matcher: Matcher | None = None) -> int:
         """Gives `request` the slot and pages for all its known tokens. Returns how many of them the prefix cache holds.
 
-        `keys` are the content keys of the prompt's full pages (ignored on return from a preemption). One token is always left
-        to compute. The caller has made sure that slot and pages are there.
+        `keys` are the content keys of the prompt's full pages, `matcher` its grammar's (both ignored on return from a
+        preemption). One token is always left to compute. The caller has made sure that slot and pages are there.
         """
         if self.phase[slot] == PREEMPTED:
             keys = self.keys[slot]
         else:
             self.free_slots.remove(slot)
-            self._seat(slot, request, keys)
+            self._seat(slot, request, keys, matcher)
         known = int(self.target[slot])
         block = self.limits.block
         cached: list[int] = []
@@ -130,13 +133,13 @@ class Replica:
             row[column] = page
             self.fresh_pages.append((slot, column, page))
         self.held[slot] = need
-        self.launched[slot] = len(cached) * block
+        self.launched[slot] = max(len(cached) * block, self._restore(slot, len(cached)))
         self.phase[slot] = RUNNING
         self.prefilling.append(slot)
         self._mix.append(b"A%d,%d,%d;" % (slot, request.id, len(cached)) + row[:need].tobytes())
         return len(cached) * block
 
-    def _seat(self, slot: int, request: Request, keys: list[bytes]) -> None:
+    def _seat(self, slot: int, request: Request, keys: list[bytes], matcher: Matcher | None) -> None:
         prompt = np.frombuffer(request.prompt, I32)
         n = len(prompt)
         self.requests[slot] = request
@@ -149,9 +152,21 @@ class Replica:
         self.tokens[slot, :n] = prompt
         for stop in request.sampling.stop_ids:
             self.stop_ids[stop] = self.stop_ids.get(stop, 0) + 1
-        if request.grammar:
-            assert self.make_matcher is not None, "a grammar was admitted where none can be matched"
-            self.matchers[slot] = self.make_matcher(request.grammar)
+        if matcher is not None:
+            self.matchers[slot] = matcher
+        self.calls.append(Seat(slot, request))
+
+    def _restore(self, slot: int, cached: int) -> int:
+        """Brings back what a preemption copied to the host, from column `cached` on; returns how many tokens are there."""
+        tokens, host = self.offloaded.pop(slot, (0, ()))
+        if len(host) > cached:
+            pages = self.table[slot, cached : len(host)].tolist()
+            self.calls.append(Restore(host[cached:], tuple(pages)))
+            keys = self.keys[slot]
+            for column in range(cached, min(tokens // self.limits.block, len(keys))):
+                self.pages.publish(int(self.table[slot, column]), keys[column])
+        self.free_host.extend(host)
+        return tokens
 
     def drop(self, slot: int, id: int, kept: int = -1) -> bool:
         """Frees slot and pages of request `id`; False, and nothing changes, when it is not there.
@@ -174,6 +189,7 @@ class Replica:
                 del self.stop_ids[stop]
         del self.requests[slot], self.keys[slot]
         self.matchers.pop(slot, None)
+        self.free_host.extend(self.offloaded.pop(slot, (0, ()))[1])
         self.phase[slot] = FREE
         self.epoch[slot] += 1
         self.ids[slot] = -1
@@ -181,14 +197,23 @@ class Replica:
         self._mix.append(b"D%d,%d,%d;" % (slot, id, kept))
         return True
 
-    def preempt(self, slot: int) -> None:
-        """Takes the pages of a running request. A row of it in flight still commits; it publishes no page."""
+    def preempt(self, slot: int, keep: bool) -> None:
+        """Takes the pages of a running request, after copying them to the host if `keep` (which the caller has made sure fits).
+
+        A row of it in flight still commits; it publishes no page. The copy needs no lease: it is queued on the stream that
+        orders all writes of pages.
+        """
         assert self.phase[slot] == RUNNING
+        if keep:
+            pages = self.table[slot, : -(-int(self.launched[slot]) // self.limits.block)].tolist()
+            host = tuple(self.free_host.pop() for _ in pages)
+            self.offloaded[slot] = (int(self.launched[slot]), host)
+            self.calls.append(Offload(tuple(pages), host))
         self._release_pages(slot)
         self._leave(slot)
         self.phase[slot] = PREEMPTED
         self.launched[slot] = 0
-        self._mix.append(b"P%d;" % slot)
+        self._mix.append(b"P%d,%d;" % (slot, keep))
 
     def _release_pages(self, slot: int) -> None:
         for column in range(int(self.held[slot]) - 1, -1, -1):
@@ -453,5 +478,7 @@ class Replica:
             tuple((f.seq, f.slots.tobytes(), f.epochs.tobytes()) for f in self.flights),
             tuple(self.fresh_pages),
             tuple(self.free_slots),
+            tuple(self.free_host),
+            tuple(self.offloaded.items()),
             self.settled_to,
         )

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from slipstream.errors import Diverged, EngineDown
-from slipstream.log.entries import Reply, ToFollower
+from slipstream.log.entries import FromFollower, ToFollower
 
 _U64 = struct.Struct("<Q")
 _LEN = struct.Struct("<I")
@@ -99,7 +99,7 @@ class LeaderEnd:
         self._out, self._back = out, back
         self.patience = patience  # seconds that a follower may take to read or to answer
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._decoder = msgspec.msgpack.Decoder(FromFollower)
 
     def descriptors(self) -> list[int]:
         return [ring.event for ring in self._back]
@@ -120,7 +120,7 @@ class LeaderEnd:
                 raise Diverged(f"rank {i + 1} has not read its channel for {patience:g} s", i + 1, -1)
             time.sleep(0.0005)
 
-    def receive(self) -> list[Reply]:
+    def receive(self) -> list[FromFollower]:
         replies = []
         for ring in self._back:
             ring.rest()
@@ -147,7 +147,7 @@ class FollowerEnd:
             messages.append(self._decoder.decode(data))
         return messages
 
-    def answer(self, reply: Reply) -> None:
+    def answer(self, reply: FromFollower) -> None:
         """Replies are few and small: the window of unanswered entries is far below the ring."""
         if not self._back.put(self._encoder.encode(reply)):
             raise EngineDown("the leader has stopped reading replies")

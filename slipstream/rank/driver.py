@@ -5,40 +5,32 @@ One thread. It waits on the channel, the device, the front ends and the supervis
 
 import os
 import select
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Iterable
-
-import numpy as np
+from typing import NamedTuple
 
 from slipstream.device.executor import Executor, StepFailed
 from slipstream.errors import Diverged
+from slipstream.log.batch import Offload, Restore, Seat
+from slipstream.log.entries import Prepared
 from slipstream.rank.board import PHASE_ID, BoardWriter
-from slipstream.rank.channel import FollowerEnd, LeaderEnd
+from slipstream.rank.channel import FollowerEnd
+from slipstream.rank.compiler import Compiler
 from slipstream.rank.control import Control
 from slipstream.rank.events import (
-    Aborted,
     Answer,
     Arrived,
     Effect,
     Launch,
     LaunchForward,
     LaunchSample,
-    Poison,
-    Seat,
-    Send,
+    Prepare,
     Span,
-    Submitted,
-    Tell,
-    Tick,
-    Wake,
 )
-from slipstream.rank.front_link import FrontLink
-from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Fault, Finished, Load, Refused, Submit, ToFront, Tokens
+from slipstream.rank.protocol import Fault
 
 IDLE = 0.5  # seconds between turns of an idle loop, so that the board shows life
 LOAD_EVERY = 0.1
@@ -46,21 +38,33 @@ COMPLAIN = 2.0  # seconds of waiting for another rank after which stderr says so
 SPINS = 200  # looks at the descriptors before sleeping, where cores are to spare
 
 
+class Parts(NamedTuple):
+    """What a driver drives, beside its machine."""
+
+    executor: Executor
+    control: Control
+    board: BoardWriter
+    compiler: Compiler
+    spare_cores: bool
+
+
 class Driver:
     """What both kinds of rank share."""
 
-    def __init__(self, machine: Rank, executor: Executor, control: Control, board: BoardWriter, spare_cores: bool):
+    def __init__(self, machine: Rank, parts: Parts):
         self.machine = machine
-        self.executor = executor
-        self.control = control
-        self.board = board
-        self.spins = SPINS if spare_cores else 0
+        self.executor = parts.executor
+        self.control = parts.control
+        self.board = parts.board
+        self.compiler = parts.compiler
+        self.spins = SPINS if parts.spare_cores else 0
         self.entry = -1  # the last one of which anything was done, for reports
         self.waits_since: float | None = None
         self._stamp = 0
         self._poll = select.poll()
-        self._poll.register(control.fileno(), select.POLLIN)
-        device = executor.fileno()
+        self._poll.register(self.control.fileno(), select.POLLIN)
+        self._poll.register(self.compiler.fileno(), select.POLLIN)
+        device = self.executor.fileno()
         self.polls_device = device is None
         if device is not None:
             self._poll.register(device, select.POLLIN)
@@ -79,6 +83,8 @@ class Driver:
                     self.board.set("arrived", outcome.seq)
                     self.board.set("arrived_ns", self._stamp)
                     self.perform(self.machine.on(Arrived(outcome), now))
+                for compiled in self.compiler.take():
+                    self.perform(self.machine.on(compiled, now))
                 self.turn(ready, now)
                 self.complain(now)
         except Exception as e:
@@ -153,6 +159,12 @@ class Driver:
                 self.executor.launch(effect.batch)
             elif kind is Seat:
                 self.executor.admit(effect.slot, effect.request)
+            elif kind is Offload:
+                self.executor.offload(effect.pages, effect.host)
+            elif kind is Restore:
+                self.executor.restore(effect.host, effect.pages)
+            elif kind is Prepare:
+                self.compiler.compile(effect.id, effect.grammar)
             elif kind is LaunchForward:
                 self.launch(effect.batch.seq)
                 self.executor.launch_forward(effect.batch)
@@ -180,6 +192,8 @@ class Driver:
         """Host time by phase, where somebody reads it."""
 
     def applied(self, answer: Answer) -> None:
+        if isinstance(answer.reply, Prepared):
+            return
         self.entry = answer.reply.seq
         self.board.set("applied", answer.reply.seq)
         self.board.set_digest(answer.reply.digest)
@@ -189,10 +203,8 @@ class Driver:
 
 
 class FollowerDriver(Driver):
-    def __init__(
-        self, machine: Rank, executor: Executor, control: Control, board: BoardWriter, channel: FollowerEnd, spare: bool
-    ):
-        super().__init__(machine, executor, control, board, spare)
+    def __init__(self, machine: Rank, parts: Parts, channel: FollowerEnd):
+        super().__init__(machine, parts)
         self.channel = channel
         for fd in channel.descriptors():
             self._poll.register(fd, select.POLLIN)
@@ -205,162 +217,6 @@ class FollowerDriver(Driver):
         assert isinstance(effect, Answer)
         self.applied(effect)
         self.channel.answer(effect.reply)
-
-
-class LeaderDriver(Driver):
-    machine: Leader
-
-    def __init__(
-        self, machine: Leader, executor: Executor, control: Control, board: BoardWriter, channel: LeaderEnd, spare: bool
-    ):
-        super().__init__(machine, executor, control, board, spare)
-        self.channel = channel
-        self.fronts: dict[int, FrontLink] = {}
-        self.owner: dict[int, FrontLink] = {}  # request id -> who asked
-        self.wake_at: float | None = None
-        self.message_bytes = 0  # of the last entry
-        self.seconds = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
-        self._load: Load | None = None
-        self._load_at = 0.0
-        self._due: tuple[int, int] | None = None  # (rank, entry) of the answer that is waited for
-        self._due_since = 0.0
-        for fd in channel.descriptors():
-            self._poll.register(fd, select.POLLIN)
-
-    def timeout(self) -> float:
-        if self.wake_at is None:
-            return IDLE
-        return min(max(self.wake_at - time.monotonic(), 0.0), IDLE)
-
-    def waiting_for(self) -> int | None:
-        machine = self.machine
-        late = [rank for rank, seq in machine.replied.items() if seq < machine.applied]
-        return min(late, key=lambda rank: machine.replied[rank]) if late else None
-
-    def complain(self, now: float) -> None:
-        """A follower that turns its loop but does not answer is found here: the board cannot tell it from an idle one."""
-        super().complain(now)
-        rank = self.waiting_for()
-        due = None if rank is None else (rank, self.machine.replied[rank] + 1)
-        if due != self._due:
-            self._due, self._due_since = due, now
-        elif due is not None and now - self._due_since > self.channel.patience:
-            raise Diverged(f"rank {due[0]} has not answered entry {due[1]} for {self.channel.patience:g} s", *due)
-
-    def on_control(self) -> bool:
-        got = self.control.receive()
-        if got is None:
-            return False
-        link = FrontLink(socket.socket(fileno=got[1][0]))
-        self.fronts[link.fileno()] = link
-        self._poll.register(link.fileno(), select.POLLIN)
-        self._load = None
-        return True
-
-    def turn(self, ready: set[int], now: float) -> None:
-        """Drain the inbox, prune what is gone, publish the load; the machine admits and plans at each event."""
-        machine = self.machine
-        for reply in self.channel.receive():
-            self.perform(machine.on(reply, now))
-        for fd in ready & self.fronts.keys():
-            self.drain(self.fronts[fd], now)
-        if self.wake_at is not None and self.wake_at <= now or now - machine.written_at >= 1.0:
-            self.wake_at = None
-            self.perform(machine.on(Tick(), now))
-        self.publish_load(now)
-        for link in list(self.fronts.values()):
-            self.push(link, now)
-
-    def drain(self, link: FrontLink, now: float) -> None:
-        fd = link.fileno()
-        for message in link.receive():
-            if isinstance(message, Submit):
-                self.owner[message.request.id] = link
-                self.perform(self.machine.on(Submitted(message.request), now))
-            else:
-                self.perform(self.machine.on(Aborted(message.id, message.kept), now))
-        if link.closed:
-            self.forget(fd, link, now)
-
-    def push(self, link: FrontLink, now: float) -> None:
-        fd = link.fileno()
-        link.flush()
-        if link.closed:
-            self.forget(fd, link, now)
-        else:
-            self._poll.modify(fd, select.POLLIN | (select.POLLOUT if link.blocked else 0))
-
-    def forget(self, fd: int, link: FrontLink, now: float) -> None:
-        """A front end is gone, and its clients with it."""
-        self._poll.unregister(fd)
-        del self.fronts[fd]
-        for id in [id for id, owner in self.owner.items() if owner is link]:
-            del self.owner[id]
-            self.perform(self.machine.on(Aborted(id, -1), now))
-
-    def publish_load(self, now: float) -> None:
-        if now - self._load_at < LOAD_EVERY and not (self._load and self._load.running and not self.machine.replica.requests):
-            return
-        machine, replica = self.machine, self.machine.replica
-        counters = machine.planner.counters
-        load = Load(
-            running=len(replica.requests),
-            waiting=len(machine.planner.queue),
-            pages_used=replica.pages.held,
-            pages_total=replica.pages.total,
-            steps=dict(machine.steps),
-            host_seconds=dict(self.seconds),
-            step_tokens=machine.step_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            preemptions=counters.preemptions,
-        )
-        self._load_at = now
-        if load != self._load:
-            self._load = load
-            machine.step_tokens = []
-            for link in self.fronts.values():
-                link.queue(load)
-
-    def count(self, phase: str, nanoseconds: int) -> None:
-        self.seconds[phase] += nanoseconds * 1e-9
-
-    def talk(self, effect: Effect) -> None:
-        kind = type(effect)
-        if kind is Tell:
-            self.tell(effect.message)
-        elif kind is Send:
-            self.message_bytes = self.channel.send(effect.message)
-        elif kind is Answer:
-            self.applied(effect)
-        elif kind is Wake:
-            self.wake_at = effect.at
-        elif kind is Poison:
-            raise Diverged(effect.reason, effect.rank, effect.entry)
-
-    def tell(self, message: ToFront) -> None:
-        if isinstance(message, Tokens):
-            self.tell_tokens(message)
-        elif not isinstance(message, Load):
-            last = isinstance(message, Finished | Refused)
-            link = self.owner.pop(message.id, None) if last else self.owner.get(message.id)
-            if link is not None and not link.closed:
-                link.queue(message)
-
-    def tell_tokens(self, message: Tokens) -> None:
-        """One message for each front end, with its own requests' columns."""
-        links = list(self.fronts.values())
-        if len(links) == 1:
-            links[0].queue(message)
-            return
-        ids = np.frombuffer(message.ids, "<i8")
-        tokens = np.frombuffer(message.tokens, "<i4")
-        owners = [self.owner.get(id) for id in ids.tolist()]
-        for link in links:
-            own = [i for i, owner in enumerate(owners) if owner is link]
-            if own:
-                logprobs = message.logprobs and {k: message.logprobs[i] for k, i in enumerate(own) if i in message.logprobs}
-                link.queue(Tokens(ids[own].tobytes(), tokens[own].tobytes(), logprobs or None))
 
 
 def spare_cores(processes: int) -> bool:

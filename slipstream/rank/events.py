@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.batch import Batch, Outcome
-from slipstream.log.entries import Body, Entry, Reply
+from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
+from slipstream.log.entries import Body, Entry, Forget, Prepared, Reply
+from slipstream.log.grammar import Matcher
 from slipstream.log.request import Request
 from slipstream.rank.protocol import ToFront
 
@@ -35,7 +36,15 @@ class Aborted(NamedTuple):
     kept: int
 
 
-Event = Entry | Body | Reply | Arrived | Tick | Submitted | Aborted
+class Compiled(NamedTuple):
+    """A grammar that this rank was asked to prepare is there, or has an error."""
+
+    id: int
+    matcher: Matcher | None
+    error: str = ""
+
+
+Event = Entry | Body | Forget | Reply | Prepared | Arrived | Tick | Submitted | Aborted | Compiled
 
 # --- effects
 
@@ -43,14 +52,14 @@ Event = Entry | Body | Reply | Arrived | Tick | Submitted | Aborted
 class Send(NamedTuple):
     """To every follower, in order."""
 
-    message: Entry | Body
+    message: Entry | Body | Forget
 
 
-class Seat(NamedTuple):
-    """Queue the writing of a slot's tables."""
+class Prepare(NamedTuple):
+    """Compile a request's grammar beside the loop, then say Compiled."""
 
-    slot: int
-    request: Request
+    id: int
+    grammar: bytes
 
 
 class Launch(NamedTuple):
@@ -74,9 +83,9 @@ class LaunchSample(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """This rank's reply to an entry: a follower sends it to the leader, the leader only notes it."""
+    """This rank's reply to an entry, or its word that a grammar is prepared. The leader only notes its own."""
 
-    reply: Reply
+    reply: Reply | Prepared
 
 
 class Tell(NamedTuple):
@@ -107,4 +116,6 @@ class Poison(NamedTuple):
     reason: str
 
 
-Effect = Send | Seat | Launch | LaunchForward | LaunchSample | Answer | Tell | Wake | Span | Poison
+Effect = (
+    Send | Seat | Offload | Restore | Prepare | Launch | LaunchForward | LaunchSample | Answer | Tell | Wake | Span | Poison
+)

@@ -147,11 +147,9 @@ class Group:
             self.refused = True
             self.fail(f"rank {odd} differs from rank 0 in versions or configuration: {stamps[odd]!r} against {stamps[0]!r}")
             return
-        pages = min(x.pages for x in loaded if x is not None)
-        slots = min(x.slots for x in loaded if x is not None)
-        max_len = min(x.max_len for x in loaded if x is not None)
         if self.begin is None:
-            self.begin = Begin(pages, slots, max_len)
+            fits = [x for x in loaded if x is not None]
+            self.begin = Begin(*(min(getattr(x, name) for x in fits) for name in Begin.__struct_fields__))
             for m in self.members:
                 m.control.send(self.begin)
 

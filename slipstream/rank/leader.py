@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.entries import ORDERS, Body, Drop, Entry, Reply
+from slipstream.log.entries import ORDERS, Body, Drop, Entry, Forget, Prepared, Reply
 from slipstream.log.replica import Ended, Replica, Settled
 from slipstream.log.request import Request
 from slipstream.rank.events import (
     Aborted,
     Answer,
     Arrived,
+    Compiled,
     Effect,
     Event,
     Poison,
-    Seat,
+    Prepare,
     Send,
     Span,
     Submitted,
@@ -52,12 +53,14 @@ class Leader(Rank):
         self.planner = planner
         self.depth = 2 if asynchronous else 1  # steps in flight at most
         self.now = 0.0
+        self.planner.compiled = self.compiled
         self.next = 0  # the entry to be written
         self.marked = -1  # `settled_to` of the last entry
         self.written_at = 0.0
         self.poisoned = False
         self.sealed: dict[int, tuple[int, tuple[bool, ...]]] = {}  # own digest and drops of entries not acknowledged by all
         self.replied = dict.fromkeys(range(1, size), -1)  # follower -> last entry it answered
+        self.preparing: dict[int, tuple[Request, set[int]]] = {}  # id -> (request, ranks that have not compiled its grammar)
         self.early: dict[int, list[Reply]] = {}  # replies to entries that the leader has not sealed itself
         self.ending: deque[tuple[int, Ended]] = deque()  # (entry of the drop, request), until all have acknowledged it
         self.flying: deque[Flying] = deque()
@@ -77,10 +80,13 @@ class Leader(Rank):
         if isinstance(event, Submitted):
             yield from self.submit(event.request)
         elif isinstance(event, Aborted):
-            if self.planner.abort(event.id, event.kept):
-                yield Tell(Finished(event.id, "abort"))
+            yield from self.abort(event)
         elif isinstance(event, Reply):
             yield from self.reply(event)
+        elif isinstance(event, Compiled):
+            yield from self.prepared(event)
+        elif isinstance(event, Prepared):
+            yield from self.peer_prepared(event)
         elif isinstance(event, Arrived):
             self.outcomes.append(event.outcome)
             self.landed(event.outcome)
@@ -101,8 +107,48 @@ class Leader(Rank):
             yield Tell(Refused(request.id, 400, text, "prompt"))
         elif self.planner.queue.full:
             yield Tell(Refused(request.id, 429, f"{len(self.planner.queue)} requests are waiting already; try again later"))
+        elif request.grammar:
+            self.preparing[request.id] = (request, {0, *self.replied})
+            self.bodies[request.id] = request
+            yield Send(Body(request))
+            yield Prepare(request.id, request.grammar)
         else:
             self.planner.submit(request, self.now)
+
+    def peer_prepared(self, message: Prepared) -> Iterator[Effect]:
+        """A rank has compiled a grammar. When all have, the request joins the queue; when one cannot, it ends."""
+        request, missing = self.preparing.get(message.id, (None, set()))
+        if request is None:
+            return
+        missing.discard(message.rank)
+        if message.error:
+            yield from self.unprepare(request.id)
+            yield Tell(Refused(request.id, 400, f"the grammar cannot be used: {message.error}", "response_format"))
+        elif not missing:
+            del self.preparing[request.id]
+            self.planner.submit(request, self.now)
+
+    def unprepare(self, id: int) -> Iterator[Effect]:
+        del self.preparing[id]
+        self.bodies.pop(id, None)
+        self.compiled.pop(id, None)
+        yield Send(Forget(id))
+
+    def prepared(self, event: Compiled) -> Iterator[Effect]:
+        for effect in super().prepared(event):
+            assert isinstance(effect, Answer) and isinstance(effect.reply, Prepared)
+            yield from self.peer_prepared(effect.reply)
+
+    def abort(self, event: Aborted) -> Iterator[Effect]:
+        if event.id in self.preparing:
+            yield from self.unprepare(event.id)
+        elif not self.planner.abort(event.id, event.kept):
+            return  # it is in the log, and its end comes from there; or it has ended already
+        elif event.id in self.bodies:
+            self.bodies.pop(event.id)
+            self.compiled.pop(event.id, None)
+            yield Send(Forget(event.id))
+        yield Tell(Finished(event.id, "abort"))
 
     # --- settle
 
@@ -165,12 +211,14 @@ class Leader(Rank):
         self.next += 1
         self.marked = entry.settled_to
         self.written_at = self.now
-        for _, request in plan.seated:
-            yield Send(Body(request))
+        for request in plan.admitted:
+            if request.grammar:
+                del self.bodies[request.id]  # followers have had theirs since it was prepared
+            else:
+                yield Send(Body(request))
         yield Send(entry)
         yield Span("publish", entry.seq)
-        for slot, request in plan.seated:
-            yield Seat(slot, request)
+        yield from self.calls()
         for id, cached in plan.started:
             yield Tell(Started(id, cached))
         self.ending.extend((entry.seq, ended) for ended in plan.dropped)
@@ -233,8 +281,10 @@ class Leader(Rank):
         other = super().copy()
         assert isinstance(other, Leader)
         other.planner = self.planner.copy(other.replica)
+        other.planner.compiled = other.compiled
         for name in ("sealed", "replied", "ending", "flying", "steps", "step_tokens"):
             setattr(other, name, getattr(self, name).copy())
+        other.preparing = {id: (request, missing.copy()) for id, (request, missing) in self.preparing.items()}
         other.early = {seq: replies.copy() for seq, replies in self.early.items()}
         return other
 
@@ -247,6 +297,7 @@ class Leader(Rank):
             tuple(self.sealed.items()),
             tuple(self.replied.items()),
             tuple(self.early),
+            tuple((id, tuple(sorted(missing))) for id, (_, missing) in self.preparing.items()),
             tuple(self.ending),
             tuple(w.request.id for w in self.planner.queue.all()),
             tuple(self.planner.gone.items()),

@@ -16,18 +16,20 @@ from collections import deque
 from collections.abc import Iterator
 
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.entries import LATE_SAMPLE, Admit, Body, Drop, Entry, Reply
+from slipstream.log.entries import LATE_SAMPLE, Admit, Body, Drop, Entry, Forget, Prepared, Reply
+from slipstream.log.grammar import Matcher
 from slipstream.log.replica import ENDED, PREEMPTED, Replica, Settled
 from slipstream.log.request import Request
 from slipstream.rank.events import (
     Answer,
     Arrived,
+    Compiled,
     Effect,
     Event,
     Launch,
     LaunchForward,
     LaunchSample,
-    Seat,
+    Prepare,
     Span,
 )
 
@@ -41,6 +43,7 @@ class Rank:
         self.entries: deque[Entry] = deque()  # written, not applied yet
         self.outcomes: deque[Outcome] = deque()  # arrived, not settled yet
         self.bodies: dict[int, Request] = {}  # came ahead of their Admit
+        self.compiled: dict[int, Matcher] = {}  # grammars of those, by request id
         self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None  # forward is queued, sampling waits for the second mark
         self.applied = -1
 
@@ -50,6 +53,13 @@ class Rank:
             self.entries.append(event)
         elif isinstance(event, Body):
             self.bodies[event.request.id] = event.request
+            if event.request.grammar:
+                yield Prepare(event.request.id, event.request.grammar)
+        elif isinstance(event, Compiled):
+            yield from self.prepared(event)
+        elif isinstance(event, Forget):
+            self.bodies.pop(event.id, None)
+            self.compiled.pop(event.id, None)
         elif isinstance(event, Arrived):
             self.outcomes.append(event.outcome)
         yield from self.advance()
@@ -100,21 +110,33 @@ class Rank:
         existed: list[bool] = []
         for command in entry.commands:
             if isinstance(command, Admit):
-                yield from self.seat(command)
+                self.admit(command)
             elif isinstance(command, Drop):
                 existed.append(replica.drop(command.slot, command.id, command.kept))
             else:
-                replica.preempt(command.slot)
+                replica.preempt(command.slot, command.keep)
+        yield from self.calls()
         return tuple(existed)
 
-    def seat(self, command: Admit) -> Iterator[Effect]:
+    def admit(self, command: Admit) -> None:
         replica = self.replica
         if replica.phase[command.slot] == PREEMPTED:
             replica.admit(command.slot, replica.requests[command.slot], [])
         else:
             request = self.bodies.pop(command.id)
-            replica.admit(command.slot, request, replica.prompt_keys(request))
-            yield Seat(command.slot, request)
+            replica.admit(command.slot, request, replica.prompt_keys(request), self.compiled.pop(command.id, None))
+
+    def calls(self) -> Iterator[Effect]:
+        """What commands ask of the device, in their order."""
+        calls, self.replica.calls = self.replica.calls, []
+        yield from calls
+
+    def prepared(self, event: Compiled) -> Iterator[Effect]:
+        """A grammar is compiled; the leader admits its request when every rank has said so."""
+        if event.id in self.bodies:
+            if event.matcher is not None:
+                self.compiled[event.id] = event.matcher
+            yield Answer(Prepared(self.rank, event.id, event.error))
 
     # --- launch
 
@@ -164,7 +186,8 @@ class Rank:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.replica = self.replica.copy()
-        other.entries, other.outcomes, other.bodies = self.entries.copy(), self.outcomes.copy(), self.bodies.copy()
+        for name in ("entries", "outcomes", "bodies", "compiled"):
+            setattr(other, name, getattr(self, name).copy())
         return other
 
     def state(self) -> tuple[object, ...]:
@@ -174,6 +197,7 @@ class Rank:
             tuple(self.entries),
             tuple((o.seq, o.tokens.tobytes()) for o in self.outcomes),
             tuple(self.bodies),
+            tuple(self.compiled),
             self.late is not None,
             self.applied,
         )

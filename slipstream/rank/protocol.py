@@ -126,7 +126,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """Front end -> supervisor: the HTTP side is up."""
+    """Front end -> supervisor: the HTTP side is up and the tokenizer is loaded."""
 
 
 ToFrontControl = Hello | Attach | Down | Drain
@@ -157,6 +157,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     slots: int
     max_len: int
     weight_bytes: int
+    host_pages: int
     stamp: str  # versions and configuration
 
 
@@ -166,6 +167,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     pages: int
     slots: int
     max_len: int
+    host_pages: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -11,11 +11,21 @@ import time
 import traceback
 
 from slipstream import __version__, config
+from slipstream.device.select import build_executor, resolve_device
 from slipstream.errors import ConfigError, ModelError
+from slipstream.log.grammar import MakeMatcher
+from slipstream.log.replica import Limits, Replica
 from slipstream.rank.board import STATES, Board
 from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
+from slipstream.rank.compiler import Compiler
 from slipstream.rank.control import Control, die_with_parent
+from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
+from slipstream.rank.leader import Leader
+from slipstream.rank.leader_driver import LeaderDriver
+from slipstream.rank.loop import Rank
 from slipstream.rank.protocol import Begin, Fault, Loaded, Ready, Setup, ToRank
+from slipstream.schedule.budget import Budget
+from slipstream.schedule.planner import Planner
 
 
 def main() -> int:
@@ -51,24 +61,31 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     ):
         board.set(name, value)
 
-    from slipstream.device.select import build_executor
-
     executor, model = build_executor(engine, setup.model_path, setup.rank, setup.size, fds[1], board)
-    capacity = executor.capacity()
-    board.set("weight_bytes", capacity.weight_bytes)
-    control.send(Loaded(capacity.pages, capacity.slots, capacity.max_len, capacity.weight_bytes, stamp(setup.engine, model)))
+    c = executor.capacity()
+    board.set("weight_bytes", c.weight_bytes)
+    control.send(Loaded(c.pages, c.slots, c.max_len, c.weight_bytes, c.host_pages, stamp(setup.engine, model)))
     got = control.receive()
     if got is None:
         return 0
     begin, _ = got
     assert isinstance(begin, Begin)
-    executor.start(begin.pages, begin.slots, begin.max_len)
+    executor.start(begin.pages, begin.slots, begin.max_len, begin.host_pages)
     board.set("beat_ns", time.monotonic_ns())
-    driver = build_driver(engine, setup, begin, executor, control, board, fds[2:], model)
+    compiler = Compiler(lambda: open_matchers(engine, setup.model_path))
+    parts = Parts(executor, control, board, compiler, spare_cores(setup.size))
+    driver = build_driver(engine, setup, begin, parts, fds[2:])
     board.set("state", STATES.index("ready"))
     control.send(Ready())
     code = driver.run()
     os._exit(code)  # device threads may hang in a sum that a dead peer will never finish
+
+
+def open_matchers(engine: config.EngineConfig, model_path: str) -> MakeMatcher:
+    """What compiles grammars for this model's vocabulary."""
+    from slipstream.ops.grammar import open_maker  # on first use: it loads a tokenizer
+
+    return open_maker(engine, model_path)
 
 
 def stamp(engine: str, model: dict) -> str:
@@ -78,37 +95,24 @@ def stamp(engine: str, model: dict) -> str:
     return f"{libraries} {hashlib.blake2b((engine + repr(sorted(model))).encode(), digest_size=8).hexdigest()}"
 
 
-def build_driver(engine, setup: Setup, begin: Begin, executor, control, board, fds: list[int], model: dict):
-    from slipstream.log.replica import Limits, Replica
-    from slipstream.rank.driver import FollowerDriver, LeaderDriver, spare_cores
-    from slipstream.rank.leader import Leader
-    from slipstream.rank.loop import Rank
-    from slipstream.schedule.budget import Budget
-    from slipstream.schedule.planner import Planner
-
-    limits = Limits(begin.pages, begin.slots, begin.max_len, engine.block_size, engine.enable_prefix_caching)
+def build_driver(engine: config.EngineConfig, setup: Setup, begin: Begin, parts: Parts, channel_fds: list[int]) -> Driver:
+    """The machine of this rank with what drives it."""
+    caching = engine.enable_prefix_caching
+    limits = Limits(begin.pages, begin.slots, begin.max_len, engine.block_size, caching, begin.host_pages)
     replica = Replica(limits)
-    rings = [Ring(fds[i], fds[i + 1]) for i in range(0, len(fds), 2)]
-    spare = spare_cores(setup.size)
+    rings = [Ring(memory, event) for memory, event in zip(channel_fds[0::2], channel_fds[1::2], strict=True)]
     if setup.rank:
-        channel = FollowerEnd(rings[0], rings[1])
-        return FollowerDriver(Rank(setup.rank, replica), executor, control, board, channel, spare)
-    target = engine.target_itl_ms
-    if target is None:
-        target = default_target_itl_ms(engine.device)
+        return FollowerDriver(Rank(setup.rank, replica), parts, FollowerEnd(rings[0], rings[1]))
+    target = default_target_itl_ms(engine.device) if engine.target_itl_ms is None else engine.target_itl_ms
     budget = Budget(engine.max_num_batched_tokens, target * 1e-3)
-    planner = Planner(replica, budget, engine.max_queue)
+    planner = Planner(replica, budget, engine.max_queue, parts.executor.copy_seconds)
     leader = Leader(replica, planner, setup.size, engine.scheduling == "async")
-    channel = LeaderEnd(rings[0::2], rings[1::2], engine.step_timeout)
-    return LeaderDriver(leader, executor, control, board, channel, spare)
+    return LeaderDriver(leader, parts, LeaderEnd(rings[0::2], rings[1::2], engine.step_timeout))
 
 
 def default_target_itl_ms(device: str) -> float:
     """16 ms on a GPU and on the simulated device, 100 ms on a CPU."""
-    if device == "auto":
-        torch = sys.modules.get("torch")
-        device = "cuda" if torch is not None and torch.cuda.is_available() else "cpu"
-    return 100.0 if device == "cpu" else 16.0
+    return 100.0 if resolve_device(device) == "cpu" else 16.0
 
 
 if __name__ == "__main__":

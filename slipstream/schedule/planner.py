@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.log.entries import LATE_SAMPLE, NO_OVERLAP, OVERLAP, Admit, Command, Drop, Preempt, Step
+from slipstream.log.grammar import Matcher
 from slipstream.log.replica import PREEMPTED, Ended, Replica
 from slipstream.log.request import Request
 from slipstream.schedule.budget import Budget
@@ -25,7 +26,7 @@ class Plan:
     """What an entry will hold, already applied to the leader's replica but for the step."""
 
     commands: list[Command] = field(default_factory=list)
-    seated: list[tuple[int, Request]] = field(default_factory=list)  # (slot, request) of first admissions
+    admitted: list[Request] = field(default_factory=list)  # for the first time
     started: list[tuple[int, int]] = field(default_factory=list)  # (request id, cached tokens)
     dropped: list[Ended] = field(default_factory=list)  # one per Drop, in order
     step: Step | None = None
@@ -39,10 +40,13 @@ class Counters:
 
 
 class Planner:
-    def __init__(self, replica: Replica, budget: Budget, max_queue: int):
+    def __init__(self, replica: Replica, budget: Budget, max_queue: int, copy_seconds: float = 0.0):
+        """`copy_seconds`: how long one page takes to the host and back, measured at start."""
         self.replica = replica
         self.budget = budget
         self.queue = Queue(max_queue)
+        self.copy_seconds = copy_seconds
+        self.compiled: dict[int, Matcher] = {}  # the leader's: matchers of waiting requests that have a grammar, by request id
         self.counters = Counters()
         self.gone: dict[int, int] = {}  # request id -> kept tokens, of clients that left
         self.slot_of: dict[int, int] = {}  # request id -> slot
@@ -144,7 +148,7 @@ class Planner:
                 return
             self.queue.remove(chosen.request.id)
             slot = replica.free_slots[-1]
-            plan.seated.append((slot, chosen.request))
+            plan.admitted.append(chosen.request)
             self.order[slot] = chosen.order
             self.slot_of[chosen.request.id] = slot
             cached = self._seat(plan, slot, chosen.request, chosen.keys)
@@ -195,7 +199,7 @@ class Planner:
 
     def _seat(self, plan: Plan, slot: int, request: Request, keys: list[bytes]) -> int:
         plan.commands.append(Admit(slot, request.id))
-        return self.replica.admit(slot, request, keys)
+        return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
 
     def _prompt_tokens_left(self) -> int:
         slots = np.array(self.replica.prefilling, np.intp)
@@ -220,14 +224,24 @@ class Planner:
         while short > 0:
             running = [*replica.prefilling, *replica.decoding.tolist()]
             victim = max(running, key=lambda slot: self.order[slot])
-            replica.preempt(victim)
-            plan.commands.append(Preempt(victim))
+            keep = self._copying_is_cheaper(victim)
+            replica.preempt(victim, keep)
+            plan.commands.append(Preempt(victim, keep))
             self.counters.preemptions += 1
             self.preempted.append(victim)
             self.preempted.sort(key=lambda slot: self.order[slot])
             decoding = decoding[decoding != victim]
             short = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
         return decoding
+
+    def _copying_is_cheaper(self, slot: int) -> bool:
+        """Whether a victim's pages should go to the host rather than be computed again, by measured rates."""
+        replica = self.replica
+        tokens = int(replica.launched[slot])
+        pages = -(-tokens // replica.limits.block)
+        if not pages or pages > len(replica.free_host):
+            return False
+        return self.copy_seconds * pages < self.budget.per_token * tokens
 
     def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
         """Chunks (slot, start, count). Half of the room belongs to the oldest prompt, the rest goes to the shortest ones."""

@@ -28,7 +28,7 @@ class Queue:
     """A priority queue with removal by id. All operations are O(log n)."""
 
     limit: int
-    _heap: list[tuple[tuple[float, int], int]] = field(default_factory=list)
+    _heap: list[tuple[tuple[float, int], int]] = field(default_factory=lambda: [])
     _by_id: dict[int, Waiting] = field(default_factory=dict)
     _ticket: itertools.count = field(default_factory=itertools.count)
 
