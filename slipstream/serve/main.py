@@ -82,7 +82,8 @@ class Process:
         logging.getLogger("asyncio").setLevel(logging.WARNING)
         self.listener = socket.socket(fileno=listen_fd)
         self.front = Front(engine_config, server_config, Board(board_fd))
-        self.server = make_server(self.front, control.listening)
+        self._missing = 2  # the HTTP server and the tokenizer
+        self.server = make_server(self.front, self._one_is_up)
         self._tasks: list[asyncio.Task] = []
 
     async def run(self) -> None:
@@ -101,7 +102,14 @@ class Process:
             return load_tokenizer(self.hello.model_path, c.tokenizer, c.chat_template, placeholder=invented)
 
         self.front.set_tokenizer(await asyncio.to_thread(load))
+        self._one_is_up()
         gc.freeze()  # what is loaded stays: collections need not walk it
+
+    def _one_is_up(self) -> None:
+        """Tells the supervisor once requests can be answered: it announces the server to the world."""
+        self._missing -= 1
+        if not self._missing:
+            self.control.listening()
 
     async def handle(self, message: object, fds: list[int]) -> None:
         engine = self.front.engine

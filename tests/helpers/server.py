@@ -244,7 +244,9 @@ class Clients:
 
     def wait_started(self, events: int = 3) -> None:
         """Until every stream has had so many events."""
-        self.server.until(lambda: all(len(e) >= events for e in self.events), "the streams' first events")
+        have = lambda: all(len(e) >= events for e in self.events)
+        self.server.until(lambda: have() or not all(t.is_alive() for t in self._threads), "the streams' first events")
+        assert have(), f"streams ended early: {self.events} {self.errors}\n{self.server.log[-3000:]}"
 
     def join(self, seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
