@@ -4,7 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from slipstream.config import EngineConfig, ServerConfig
+from slipstream.config import EngineConfig, ServerConfig, served_name
 from slipstream.errors import BadRequest, EngineDown
 from slipstream.rank.board import Board
 from slipstream.serve.engine import Engine
@@ -30,7 +30,7 @@ class Front:
     slow_reader_seconds: float = SLOW_READER_SECONDS
 
     def __post_init__(self):
-        self.model: str = self.server_config.served_model_name or self.engine_config.model
+        self.model = served_name(self.engine_config, self.server_config)
         self.metrics = Metrics(self.model)
         self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
         self.progress = Progress(self.board)
