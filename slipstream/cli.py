@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("slipstream.commands.generate", "complete the prompts of a file, as JSON lines"),
     "pull": ("slipstream.commands.pull", "fetch a model and check it"),
     "bench": ("slipstream.bench.command", "measure a server under load, or compare two"),
+    "verify": ("slipstream.commands.verify", "explore the protocol's states, or simulate groups with faults"),
     "env": ("slipstream.commands.env", "show versions and devices, and what is missing"),
 }
 

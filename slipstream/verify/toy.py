@@ -1,0 +1,117 @@
+"""A toy vocabulary and a toy grammar, and the tokens that a request must get whatever the scheduling.
+
+A grammar is two bytes: (modulus, dead_after). After tokens with sum s, only tokens congruent to s modulo `modulus` may follow, so
+a mask that was built without the latest token is wrong and seen. After `dead_after` tokens nothing may follow (0: never).
+"""
+
+from functools import cache
+
+import numpy as np
+
+from slipstream.device.sim import SimTokens
+from slipstream.log.batch import Batch, Outcome
+from slipstream.log.request import Request
+
+VOCAB = 96
+WORDS = VOCAB // 32
+DEAD_END = "the grammar allows no token"
+
+
+@cache
+def allowed(modulus: int, residue: int) -> np.ndarray:
+    """uint32 [WORDS], a bit for each token congruent to `residue`; no bit for modulus 0."""
+    words = [0] * WORDS
+    for token in range(VOCAB):
+        if modulus and token % modulus == residue:
+            words[token // 32] |= 1 << token % 32
+    return np.array(words, np.uint32)
+
+
+class ToyMatcher:
+    """Implements `log.grammar.Matcher`."""
+
+    def __init__(self, spec: bytes):
+        self.modulus, self.dead_after = spec
+        if not self.modulus:
+            raise ValueError("its modulus is 0")
+        self.total = 0
+        self.count = 0
+
+    def accept(self, token: int) -> None:
+        assert token % self.modulus == self.total % self.modulus, f"token {token} was not allowed"
+        self.total += token
+        self.count += 1
+
+    def mask(self) -> np.ndarray:
+        if self.dead_after and self.count >= self.dead_after:
+            return allowed(0, 0)
+        return allowed(self.modulus, self.total % self.modulus)
+
+    def copy(self) -> "ToyMatcher":
+        other = ToyMatcher(bytes((self.modulus, self.dead_after)))
+        other.total, other.count = self.total, self.count
+        return other
+
+
+def choose(token: int, mask: np.ndarray) -> int:
+    """The first allowed token from `token` on, around the vocabulary; -1 at a dead end."""
+    for k in range(VOCAB):
+        other = (token + k) % VOCAB
+        if int(mask[other // 32]) >> other % 32 & 1:
+            return other
+    return -1
+
+
+class Draws:
+    """The tokens of the `sim` device, by slot: a function of the request's prompt, seed, choice and the token's position."""
+
+    def __init__(self, slots: int):
+        self._sim = SimTokens(slots, VOCAB)
+        self._logprobs = False
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._sim.admit(slot, request)
+        self._logprobs |= request.sampling.logprobs >= 0
+
+    def sample(self, batch: Batch, slots: np.ndarray, ends: np.ndarray) -> Outcome:
+        """slots, ends: intp [sampling rows] of the batch, the rows' slots and the positions their tokens go to."""
+        if self._logprobs:
+            return self._sim.sample(batch)
+        return Outcome(batch.seq, draw(self._sim.base[slots], ends))
+
+
+def draw(base: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int32: as `SimTokens.sample` draws them, without log probabilities."""
+    x = base + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x ^= x >> np.uint64(31)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(29)
+    return (x % np.uint64(VOCAB)).astype(np.int32)
+
+
+def impossible(request: Request) -> bool:
+    """Whether the request's grammar cannot be compiled."""
+    return request.grammar[:1] == b"\0"
+
+
+def expected(request: Request) -> tuple[list[int], str]:
+    """The tokens and the finish reason of a request that runs alone and undisturbed."""
+    if impossible(request):
+        return [], "refused"
+    n = request.max_tokens
+    sim = SimTokens(1, VOCAB)
+    sim.admit(0, request)
+    none = np.zeros(n, np.int32)
+    starts = np.arange(request.prompt_len, request.prompt_len + n, dtype=np.int32)
+    tokens: list[int] = sim.sample(Batch(0, none, starts, none, none == 0, n, none)).tokens.tolist()
+    matcher = ToyMatcher(request.grammar) if request.grammar else None
+    stops = request.sampling.stop_ids
+    for i, token in enumerate(tokens):
+        if matcher is not None:
+            tokens[i] = token = choose(token, matcher.mask())
+            if token < 0:
+                return tokens[:i], "error"
+            matcher.accept(token)
+        if token in stops:
+            return tokens[: i + 1], "stop"
+    return tokens, "length"
