@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.12   another interpreter (3.11 or newer)
 #   TORCH_INDEX=URL     a wheel index with CPU builds of PyTorch, where the default one holds gigabytes of CUDA:
-#                       make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#                       make serve TORCH_INDEX=<the CPU index that PyTorch's install page names>
 #   MODEL=NAME          what `serve` and `bench` load          ARGS="..."  more flags for `serve`, `bench`, `test`
 
 SHELL := /bin/bash

@@ -10,6 +10,7 @@ import sys
 
 from slipstream import config
 from slipstream.errors import ConfigError
+from slipstream.graph.known import is_composite
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +25,14 @@ def run(args: argparse.Namespace) -> int:
     os.environ.pop("SLIPSTREAM_API_KEY", None)
     if server.api_key is None and server.uds is None and not _is_loopback(server.host):
         print(f"slipstream: warning: {server.host} can be reached by others and no --api-key is set", file=sys.stderr)
+    if is_composite(engine.model):
+        from slipstream.graph import launch
+
+        return launch.run(engine, server)
     from slipstream.rank import supervisor
     from slipstream.weights.pull import resolve_model
 
-    path = resolve_model(engine.model)
+    path = resolve_model(engine.model, weights=engine.load_format != "dummy")
     return supervisor.serve(engine, server, str(path))
 
 

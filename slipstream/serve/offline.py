@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.config import EngineConfig, ServerConfig
+from slipstream.config import EngineConfig, ServerConfig, check
 from slipstream.errors import BadRequest, ConfigError, EngineDown
 from slipstream.rank.board import Board
 from slipstream.rank.group import Spec
@@ -64,7 +64,8 @@ class LLM:
         if unknown:
             raise ConfigError(f"{unknown[0]}: LLM has no such option; it has {', '.join(EngineConfig.__dataclass_fields__)}")
         self._config = EngineConfig(**{"model": model, **options})
-        path = str(resolve_model(self._config.model))
+        check(self._config)
+        path = str(resolve_model(self._config.model, weights=self._config.load_format != "dummy"))
         self._front = Front(self._config, ServerConfig())
         invented = self._config.device == "sim" or self._config.load_format == "dummy"
         tokenizer = load_tokenizer(path, self._config.tokenizer, self._config.chat_template, placeholder=invented)
