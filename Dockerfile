@@ -1,14 +1,14 @@
-# CPU image. Build:  docker build -t slipstream .
+# CPU image. Build:  docker build -t slipstream --build-arg TORCH_INDEX=URL .   (an index with CPU builds of PyTorch)
 # Run:    docker run -p 127.0.0.1:8000:8000 -e SLIPSTREAM_API_KEY=... -v slipstream-models:/models slipstream
 FROM python:3.11-slim
 
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 SLIPSTREAM_CACHE=/models
 
 WORKDIR /app
 COPY pyproject.toml constraints-cpu.txt README.md LICENSE ./
 COPY slipstream ./slipstream
-RUN pip install -c constraints-cpu.txt --extra-index-url "$TORCH_INDEX" . \
+RUN pip install -c constraints-cpu.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} . \
     && useradd --create-home slipstream && mkdir /models && chown slipstream /models
 
 USER slipstream

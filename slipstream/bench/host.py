@@ -145,7 +145,6 @@ def engine_share(scheduling: str, step_us: float, size: int = 2, tokens: int = 1
         spans = board.spans(0, seconds)
         spans = spans[spans["phase"] == PHASES.index("device")][5:-5]
         supervisor.stop()
-        supervisor.stop()
         thread.join()
     wall = spans["end"][-1] - spans["start"][0]
     return {"share": float((spans["end"] - spans["start"]).sum() / wall), "tokens_per_s": ROWS * tokens / seconds}

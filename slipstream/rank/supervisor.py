@@ -3,6 +3,7 @@
 It imports neither PyTorch nor the HTTP stack, holds no request, and decides by the board and by process ends alone.
 """
 
+import dataclasses
 import os
 import pathlib
 import selectors
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream import config
 from slipstream.errors import ConfigError
@@ -103,8 +105,8 @@ class Supervisor:
                 told = self._stop_read.recv(64)
             except BlockingIOError:
                 return
-            if self.draining_until is not None or len(told) > 1:
-                self.code = 0  # asked twice
+            if self.draining_until is not None or len(told) > 1 or not self.fronts:
+                self.code = 0  # asked twice, or nobody has anything to end
             else:
                 self._drain()
         elif kind == "rank":
@@ -288,18 +290,29 @@ def is_stale_socket(path: str) -> bool:
     return False
 
 
-def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: str) -> int:
+class Others(NamedTuple):
+    """The groups of a composite model beside its language model's (`graph.launch`), and what front ends need for them."""
+
+    specs: list[Spec]  # of one rank each; their place on the board is given here
+    graph: str
+    descriptors: list[int]
+
+
+def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: str, others: Others | None = None) -> int:
     """Runs a server until SIGTERM or SIGINT; returns the exit code."""
+    others = others or Others([], "", [])
     sock = listen(server)
     size = engine.tensor_parallel_size
-    board = Board.create(size)
-    supervisor = Supervisor([Spec(0, engine, model_path, size, 0)], board, engine.step_timeout)
+    board = Board.create(size + len(others.specs))
+    specs = [Spec(0, engine, model_path, size, 0)]
+    specs += [dataclasses.replace(spec, first_block=size + i) for i, spec in enumerate(others.specs)]
+    supervisor = Supervisor(specs, board, engine.step_timeout)
     supervisor.drain_timeout = server.drain_timeout
     supervisor.on_ready = lambda: announce(engine, server, sock)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
-    hello = Hello(config.to_json(engine), config.to_json(server), model_path)
-    supervisor.add_front("slipstream.serve.main", hello, [sock.fileno(), board.fd])
+    hello = Hello(config.to_json(engine), config.to_json(server), model_path, others.graph)
+    supervisor.add_front("slipstream.serve.main", hello, [sock.fileno(), board.fd, *others.descriptors])
     code = supervisor.run()
     if server.uds is not None:
         pathlib.Path(server.uds).unlink(missing_ok=True)

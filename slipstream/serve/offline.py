@@ -170,7 +170,6 @@ class LLM:
     def close(self) -> None:
         """Ends the ranks. Nothing of the engine is left afterwards."""
         self._supervisor.stop()
-        self._supervisor.stop()
         self._thread.join()
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
