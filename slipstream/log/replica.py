@@ -457,22 +457,19 @@ class Replica:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two equal replicas share."""
-        columns = (
-            self.phase,
-            self.epoch,
-            self.ids,
-            self.launched,
-            self.target,
-            self.committed,
-            self.held,
-            self.decoding,
-            self.table,
-        )
+        """A hashable value that two equal replicas share. What the columns still hold of freed slots is left out."""
+        live: list[tuple[object, ...]] = []
+        for s in sorted(self.requests):
+            numbers = (self.launched, self.target, self.committed, self.held, self.last_row)
+            known = self.tokens[s, : self.committed[s]].tobytes()
+            table = self.table[s, : self.held[s]].tobytes()
+            live.append((s, self.requests[s].id, int(self.phase[s]), *(int(c[s]) for c in numbers), known, table))
         return (
-            *(c.tobytes() for c in columns),
-            tuple(self.tokens[s, : self.committed[s]].tobytes() for s in sorted(self.requests)),
+            tuple(live),
+            self.epoch.tobytes(),
+            self.decoding.tobytes(),
             self.pages.state(),
+            tuple(len(keys) for keys in self.keys.values()),
             tuple(self.prefilling),
             tuple(self.ended),
             tuple((f.seq, f.slots.tobytes(), f.epochs.tobytes()) for f in self.flights),

@@ -73,6 +73,11 @@ class Leader(Rank):
         """The last entry that every rank has answered, equally."""
         return min(self.applied, *self.replied.values()) if self.replied else self.applied
 
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot, those whose grammar is being compiled included."""
+        return len(self.planner.queue) + len(self.preparing)
+
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
         if self.poisoned:
             return
@@ -105,8 +110,8 @@ class Leader(Rank):
         elif -(-length // limits.block) > limits.pages:
             text = f"{length} tokens need {-(-length // limits.block)} pages; the whole cache has {limits.pages}"
             yield Tell(Refused(request.id, 400, text, "prompt"))
-        elif self.planner.queue.full:
-            yield Tell(Refused(request.id, 429, f"{len(self.planner.queue)} requests are waiting already; try again later"))
+        elif self.waiting >= self.planner.queue.limit:
+            yield Tell(Refused(request.id, 429, f"{self.waiting} requests are waiting already; try again later"))
         elif request.grammar:
             self.preparing[request.id] = (request, {0, *self.replied})
             self.bodies[request.id] = request
@@ -289,17 +294,18 @@ class Leader(Rank):
         return other
 
     def state(self) -> tuple[object, ...]:
+        """As a rank's; the last two parts are what the leader knows of each follower. Clocks are left out."""
+        planner = self.planner
         return (
             super().state(),
             self.next,
             self.marked,
             self.poisoned,
             tuple(self.sealed.items()),
-            tuple(self.replied.items()),
-            tuple(self.early),
             tuple((id, tuple(sorted(missing))) for id, (_, missing) in self.preparing.items()),
             tuple(self.ending),
-            tuple(w.request.id for w in self.planner.queue.all()),
-            tuple(self.planner.gone.items()),
-            tuple(self.planner.preempted),
+            len(self.flying),
+            planner.state(),
+            tuple(self.replied.items()),
+            tuple((seq, tuple((r.rank, r.digest, r.existed) for r in replies)) for seq, replies in self.early.items()),
         )

@@ -286,3 +286,13 @@ class Planner:
         other.gone, other.slot_of, other.order = self.gone.copy(), self.slot_of.copy(), self.order.copy()
         other.preempted = self.preempted.copy()
         return other
+
+    def state(self) -> tuple[object, ...]:
+        """A hashable value that two equal planners of equal replicas share. Clocks and measured times are left out."""
+        return (
+            tuple((w.request.id, w.passed) for w in self.queue.all()),
+            tuple(self.gone.items()),
+            tuple(sorted(self.order, key=lambda slot: self.order[slot])),
+            tuple(self.preempted),
+            self._full_at,
+        )
