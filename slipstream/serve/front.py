@@ -33,7 +33,7 @@ class Front:
         self.model = served_name(self.engine_config, self.server_config)
         self.metrics = Metrics(self.model)
         self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
-        self.progress = Progress(self.board)
+        self.progress = Progress(self.board, self.engine_config.step_timeout)
         self.open: dict[Generation, object] = {}  # generations being answered, and how to cut their connections
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ log = logging.getLogger("slipstream.http")
 OPEN_PATHS = frozenset(
     {"/health", "/static/page.js", "/static/page.css"}
 )  # the page's files say nothing; the page asks for the key
-QUIET_PATHS = frozenset({"/health", "/metrics"})
+QUIET_PATHS = frozenset({"/health", "/metrics", "/debug/timeline"})  # asked for all the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]

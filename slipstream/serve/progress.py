@@ -5,14 +5,18 @@ import time
 from slipstream.rank.board import Board
 
 BEAT_SECONDS = 10.0  # a loop turns even when it waits
-WORK_SECONDS = 30.0  # an idle leader writes an entry each second; a long step may take this long
 
 
 class Progress:
-    """Call `look` about once a second. A rank that was never seen is not stalled: it is starting."""
+    """Call `look` about once a second. A rank that was never seen is not stalled: it is starting.
 
-    def __init__(self, board: Board | None):
+    An idle leader writes an entry each second, so counters that stand still for `step_timeout` seconds are a step that hangs.
+    """
+
+    def __init__(self, board: Board | None, step_timeout: float):
         self._board = board
+        self._work_seconds = step_timeout
+        self._beat_seconds = min(BEAT_SECONDS, step_timeout)
         self._seen: dict[tuple[int, int], tuple[tuple, float, int, float]] = {}
 
     def look(self) -> None:
@@ -31,8 +35,8 @@ class Progress:
         """The rank that has stood still for too long, in words, or None."""
         now = time.monotonic()
         for (group, rank), (_, work_at, _, beat_at) in self._seen.items():
-            if now - beat_at > BEAT_SECONDS:
+            if now - beat_at > self._beat_seconds:
                 return f"rank {rank} of group {group} has not turned its loop for {now - beat_at:.0f} s"
-            if now - work_at > WORK_SECONDS:
+            if now - work_at > self._work_seconds:
                 return f"rank {rank} of group {group} has made no progress for {now - work_at:.0f} s"
         return None

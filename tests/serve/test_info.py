@@ -47,13 +47,12 @@ def test_health_says_what_is_missing(own_front):
 
 def test_ff08_health_follows_progress_not_life(monkeypatch):
     monkeypatch.setattr("slipstream.serve.progress.BEAT_SECONDS", 0.2)
-    monkeypatch.setattr("slipstream.serve.progress.WORK_SECONDS", 0.6)
     board = Board.create(2)
     pens = [board.writer(i) for i in range(2)]
     for i, pen in enumerate(pens):
         pen.set("pid", os.getpid())
         pen.set("rank", i)
-    progress = Progress(board)
+    progress = Progress(board, 0.6)
 
     def run(seconds, beating, working):
         end, n = time.monotonic() + seconds, 0
