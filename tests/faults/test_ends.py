@@ -1,6 +1,7 @@
 """How a server ends, and that nothing of it is left: supervisor, front end, signals, and starts that fail."""
 
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -221,6 +222,6 @@ def test_no_rank_or_front_end_inherits_the_key():
         server.wait_ready()
         for pid in server.family():
             if pid != server.process.pid:
-                environ = open(f"/proc/{pid}/environ", "rb").read()
+                environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
                 assert b"secret-of-a-test" not in environ, command_line(pid)
         assert os.getpid() not in server.family()
