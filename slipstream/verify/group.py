@@ -33,7 +33,6 @@ from slipstream.rank.events import (
 from slipstream.rank.leader import WINDOW, Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.planner import Planner
 from slipstream.verify.memory import Memory, Violation
 from slipstream.verify.scenario import Fault, Scenario
 from slipstream.verify.toy import DEAD_END, Draws, ToyMatcher, choose
@@ -72,7 +71,9 @@ class Group:
         self.scenario = scenario
         self.size = scenario.size
         self.random = random.Random(scenario.noise + run.incarnations)
-        self.limits = Limits(scenario.pages, scenario.slots, scenario.max_len, scenario.block, scenario.caching, scenario.host_pages)
+        self.limits = Limits(
+            scenario.pages, scenario.slots, scenario.max_len, scenario.block, scenario.caching, scenario.host_pages
+        )
         replica = run.make_replica(self.limits)
         planner = run.make_planner(replica, Budget(scenario.cap, scenario.target), scenario.max_queue)
         self.leader = Leader(replica, planner, self.size, scenario.asynchronous)
@@ -337,7 +338,7 @@ class Group:
         self.run.poisoned(self)
 
     def strike(self, fault: Fault) -> None:
-        """A rank dies (the supervisor sees that soon) or stands still (it sees that when the rank's loop has not turned for long)."""
+        """A rank dies, which the supervisor sees soon, or stands still, which it sees when its loop has not turned for long."""
         if self.dead:
             return
         if fault.kind == "stop" and fault.seconds < STEP_TIMEOUT / 2:

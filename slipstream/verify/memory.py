@@ -1,8 +1,8 @@
 """The checking device: what pages and tables hold, as tags in place of keys and values.
 
-The tag of a position is a function of the request's salt and of all its tokens up to there, as its keys and values would be. Each
-row must find, at every position it reads, the tag of its own tokens; a page that was handed out too early, shared wrongly, hit
-before it was computed or written by two rows holds another one.
+The tag of a position is a function of the request's salt and of all its tokens up to there, as its keys and values would be.
+Each row must find, at every position it reads, the tag of its own tokens; a page that was handed out too early, shared wrongly,
+hit before it was computed or written by two rows holds another one.
 """
 
 import numpy as np
@@ -81,8 +81,8 @@ class Memory:
         if np.count_nonzero(bad):
             row, at = (int(x[0]) for x in np.nonzero(bad))
             page = int(self.table[slots[row], at // self.block])
-            text = f"entry {batch.seq}: the row of slot {slots[row]} reads position {at} in page {page}, which holds something else"
-            raise Violation(text)
+            where = f"the row of slot {slots[row]} reads position {at} in page {page}"
+            raise Violation(f"entry {batch.seq}: {where}, which holds something else")
 
     def sampled(self, slots: np.ndarray, ends: np.ndarray, tokens: np.ndarray) -> None:
         """The tokens that rows have written at positions `ends` of their slots' token tables."""

@@ -1,9 +1,10 @@
 """A toy vocabulary and a toy grammar, and the tokens that a request must get whatever the scheduling.
 
-A grammar is two bytes: (modulus, dead_after). After tokens with sum s, only tokens congruent to s modulo `modulus` may follow, so
-a mask that was built without the latest token is wrong and seen. After `dead_after` tokens nothing may follow (0: never).
+A grammar is two bytes: (modulus, dead_after). After tokens with sum s, only tokens congruent to s modulo `modulus` may follow,
+so a mask that was built without the latest token is wrong and seen. After `dead_after` tokens nothing may follow (0: never).
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -95,23 +96,27 @@ def impossible(request: Request) -> bool:
 
 
 def expected(request: Request) -> tuple[list[int], str]:
-    """The tokens and the finish reason of a request that runs alone and undisturbed."""
-    if impossible(request):
-        return [], "refused"
+    """The tokens and the finish reason of a request that runs alone and undisturbed on the `sim` device."""
     n = request.max_tokens
     sim = SimTokens(1, VOCAB)
     sim.admit(0, request)
-    none = np.zeros(n, np.int32)
-    starts = np.arange(request.prompt_len, request.prompt_len + n, dtype=np.int32)
-    tokens: list[int] = sim.sample(Batch(0, none, starts, none, none == 0, n, none)).tokens.tolist()
+    positions = np.arange(request.prompt_len, request.prompt_len + n)
+    return expected_of(request, draw(sim.base[np.zeros(n, np.intp)], positions).tolist())
+
+
+def expected_of(request: Request, drawn: Sequence[int]) -> tuple[list[int], str]:
+    """The same where the device draws the tokens `drawn` before the request's grammar has its say."""
+    if impossible(request):
+        return [], "refused"
     matcher = ToyMatcher(request.grammar) if request.grammar else None
-    stops = request.sampling.stop_ids
-    for i, token in enumerate(tokens):
+    tokens: list[int] = []
+    for token in drawn[: request.max_tokens]:
         if matcher is not None:
-            tokens[i] = token = choose(token, matcher.mask())
+            token = choose(token, matcher.mask())
             if token < 0:
-                return tokens[:i], "error"
+                return tokens, "error"
             matcher.accept(token)
-        if token in stops:
-            return tokens[: i + 1], "stop"
+        tokens.append(token)
+        if token in request.sampling.stop_ids:
+            return tokens, "stop"
     return tokens, "length"
