@@ -6,7 +6,6 @@ is what its components' builders import.
 """
 
 import faulthandler
-import importlib
 import os
 import select
 import signal
@@ -24,6 +23,7 @@ import numpy as np
 from slipstream.errors import ConfigError, ModelError
 from slipstream.graph.messages import INLINE, Done, Failed, Feed, Forget, Frames, Piece, Stored, ToGroup, encode, with_value
 from slipstream.graph.model import Model
+from slipstream.graph.placement import resolve
 from slipstream.graph.work import Row, Work
 from slipstream.rank.board import STATES, Board, BoardWriter
 from slipstream.rank.control import Control, die_with_parent
@@ -43,12 +43,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     settings: dict[str, dict[str, Any]]  # by component; over the model's own
     peer: int
     peers: dict[str, int]  # by component: the process that holds it (the conductor's if it is not named)
-
-
-def resolve(reference: str) -> Any:
-    """The object that "package.module:NAME" names."""
-    module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
+    threads: int = 1  # of the arithmetic libraries
 
 
 def build_steps(model: Model, components: tuple[str, ...], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -84,7 +79,10 @@ class Worker:
         self.since = 0.0  # when the first of the events began to wait
 
     def loop(self) -> None:
+        turns = 0
         while self.turn():
+            turns += 1
+            self.board.set("applied", turns)  # as an idle leader's empty entries: /health follows progress
             self.board.set("beat_ns", time.monotonic_ns())
 
     def turn(self) -> bool:
@@ -119,7 +117,7 @@ class Worker:
         self.board.set("launched", self.steps)
         self.work.settle(name, rows, self.work.run(name, rows))
         ended = time.monotonic_ns()
-        for word in ("applied", "arrived", "settled"):
+        for word in ("arrived", "settled"):
             self.board.set(word, self.steps)
         self.board.set("arrived_ns", ended)
         self.board.device_span(begun, ended, self.steps)
@@ -231,6 +229,8 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     words = {"group": setup.group, "incarnation": setup.incarnation, "state": STATES.index("starting"), "pid": os.getpid()}
     for name, value in words.items():
         board.set(name, value)
+    for library in ("OMP", "MKL"):
+        os.environ[f"{library}_NUM_THREADS"] = str(spec.threads)  # read when the components' builders import them
     model = resolve(spec.model)
     steps = build_steps(model, spec.components, spec.settings)
     arena = Arena(fds[-1], spec.peer)

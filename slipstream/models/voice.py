@@ -13,7 +13,11 @@ from slipstream.models.sentences import SentenceStep
 
 
 class PromptStep:
-    """What was heard, put in its place among the messages: parameter `messages`, in which content None stands for it."""
+    """What was heard, put in its place in the conversation.
+
+    Parameter `messages`: each message's content is a text, or a list of texts to be joined by line ends, in which None stands
+    for what was heard. Without the parameter, what was heard is all that the user says.
+    """
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
         return [self._row(row.inputs["heard"].data.strip(), row.params.get("messages")) for row in rows]
@@ -21,9 +25,12 @@ class PromptStep:
     def _row(self, heard: str, messages: list[dict] | None) -> Result:
         if not heard:
             return Result(error="no speech was heard in the audio", refused=True)
-        placed = [
-            {**m, "content": heard} if m.get("content") is None else m for m in messages or [{"role": "user", "content": None}]
-        ]
+        placed = []
+        for message in messages or [{"role": "user", "content": [None]}]:
+            content = message["content"]
+            if not isinstance(content, str):
+                content = "\n".join(heard if part is None else part for part in content)
+            placed.append({**message, "content": content})
         return Result({"messages": placed})
 
 

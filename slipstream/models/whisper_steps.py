@@ -31,8 +31,7 @@ def windows(audio: np.ndarray) -> list[tuple[int, int]]:
 class EncoderStep:
     """audio float32 [n] at 16 kHz, whole -> per window: features [1, 1500, width] and its span [1, 2] in seconds."""
 
-    def __init__(self, folder: str, threads: int = 1):
-        torch.set_num_threads(threads)
+    def __init__(self, folder: str):
         self.encoder = Whisper.load(folder).encoder
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
@@ -69,8 +68,7 @@ class DecoderStep:
     Parameters of a request: `language`, `prompt`, `temperature`, `timestamps`.
     """
 
-    def __init__(self, folder: str, threads: int = 1):
-        torch.set_num_threads(threads)
+    def __init__(self, folder: str):
         whisper = Whisper.load(folder)
         self.decoder = whisper.decoder
         self.tokenizer = Tokenizer.from_file(str(pathlib.Path(folder) / "tokenizer.json"))

@@ -92,11 +92,12 @@ ToFront = Tokens | Started | PromptLogprobs | Finished | Refused | Load
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor -> front end, first. Descriptors: the listening socket, the board."""
+    """Supervisor -> front end, first. Descriptors: the listening socket, the board, the arena of a composite model."""
 
     engine: str  # EngineConfig as JSON
     server: str  # ServerConfig as JSON
     model_path: str  # where the model's files lie (a folder or a .gguf file)
+    graph: str = ""  # of a composite model: `graph.launch.FrontGraph` as JSON
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):

@@ -44,6 +44,10 @@ def build(front: Front) -> ASGIApp:
     if enable_debug:
         routes.append(Route("/debug/ranks", debug.ranks, methods=["GET"]))
         routes.append(Route("/debug/timeline", debug.timeline, methods=["GET"]))
+    if front.composite:
+        from slipstream.serve.audio_routes import routes as audio_routes
+
+        routes = [*audio_routes(), *routes]
     handlers = {
         HTTPException: _on_http,
         SlipstreamError: _on_error,

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slipstream.config import EngineConfig, ServerConfig, served_name
 from slipstream.errors import BadRequest, EngineDown
@@ -13,6 +14,9 @@ from slipstream.serve.logprobs import TokenNames
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.progress import Progress
 from slipstream.serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.serve.composite import Composite
 
 SLOW_READER_SECONDS = 20.0
 
@@ -28,6 +32,7 @@ class Front:
     names: TokenNames | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slow_reader_seconds: float = SLOW_READER_SECONDS
+    composite: "Composite | None" = None  # where the model is one of several components
 
     def __post_init__(self):
         self.model = served_name(self.engine_config, self.server_config)
@@ -55,7 +60,7 @@ class Front:
             return f"{self.engine.state}: {self.engine.reason}"
         if self.tokenizer is None:
             return "starting: the tokenizer is loading"
-        return self.progress.stalled()
+        return (self.composite and self.composite.unhealthy()) or self.progress.stalled()
 
     async def watch(self) -> None:
         """Once a second, for ever: looks at the ranks' progress and cuts off clients that do not read."""

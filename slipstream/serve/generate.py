@@ -29,7 +29,11 @@ async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     front: Front = http.app.state.front
     born = time.monotonic()
-    body = await read(http, ChatBody)
+    return await answer_chat(http, front, await read(http, ChatBody), born)
+
+
+async def answer_chat(http: HttpRequest, front: Front, body: ChatBody, born: float) -> Response:
+    """A conversation in text."""
     front.check_model(body.model)
     tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
 

@@ -56,7 +56,8 @@ def make_server(front: Front, on_listening=lambda: None) -> Server:
     settings = uvicorn.Config(
         build(front),
         http=Connection,
-        ws="none",
+        ws="websockets-sansio" if front.composite else "none",
+        ws_max_size=1 << 20,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -73,7 +74,7 @@ class Process:
 
     def __init__(self, control: Control):
         self.control = control
-        hello, (listen_fd, board_fd) = control.hello()
+        hello, (listen_fd, board_fd, *more) = control.hello()
         self.hello = hello
         engine_config = config.from_json(config.EngineConfig, hello.engine)
         server_config = config.from_json(config.ServerConfig, hello.server)
@@ -83,6 +84,10 @@ class Process:
         self.listener = socket.socket(fileno=listen_fd)
         self.front = Front(engine_config, server_config, Board(board_fd))
         self._missing = 2  # the HTTP server and the tokenizer
+        if hello.graph:
+            from slipstream.serve.composite import Composite
+
+            self.front.composite = Composite(self.front, hello.graph, more[0])
         self.server = make_server(self.front, self._one_is_up)
         self._tasks: list[asyncio.Task] = []
 
@@ -113,9 +118,12 @@ class Process:
 
     async def handle(self, message: object, fds: list[int]) -> None:
         engine = self.front.engine
-        if isinstance(message, Attach):
+        if isinstance(message, Attach) and message.group:
+            assert self.front.composite
+            self.front.composite.attach(message.group, socket.socket(fileno=fds[0]))
+        elif isinstance(message, Attach):
             await engine.attach(message, socket.socket(fileno=fds[0]))
-        elif isinstance(message, Down):
+        elif isinstance(message, Down) and not message.group:  # a worker group's end is seen by its socket
             engine.down(message)
         elif isinstance(message, Drain):
             self._tasks.append(asyncio.create_task(self._drain(message.timeout)))

@@ -1,0 +1,73 @@
+"""Starts a composite model: the language model's group as ever, and a worker group for each other group of the placement.
+
+Runs in the supervisor's process: no PyTorch, no HTTP.
+"""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from slipstream.config import EngineConfig, ServerConfig
+from slipstream.errors import ConfigError
+from slipstream.graph.model import Model
+from slipstream.graph.placement import Placement, load
+from slipstream.graph.worker import FRONT, WorkerSpec
+from slipstream.rank.group import Spec
+from slipstream.rank.supervisor import Others, serve
+from slipstream.transport.arena import Arena
+from slipstream.weights.pull import resolve_model
+
+SEGMENT_BYTES = 64 << 20  # of the arena, per process; its pages come when touched
+
+
+class FrontGraph(msgspec.Struct, frozen=True):
+    """What the front end needs to know of a composite model; crosses as JSON."""
+
+    model: str
+    workers: dict[int, tuple[str, ...]]  # group -> components; its peer number in the arena is the group's
+    settings: dict[str, dict[str, Any]]
+
+
+def run(engine: EngineConfig, server: ServerConfig) -> int:
+    """`slipstream serve` of a placement; returns the exit code."""
+    placement, model = load(engine.model)
+    language = next((c.name for c in model.components if c.role == "language_model"), None)
+    if language is None:
+        raise ConfigError(f"model {model.name} has no language_model component, which a server needs")
+    settings = {name: resolve_weights(s) for name, s in placement.settings.items()}
+    place = placement.groups[placement.group_of(language)]
+    weights = placement.settings.get(language, {}).get("weights", engine.model)
+    engine = dataclasses.replace(engine, model=weights)
+    if place.tensor_parallel_size != 1:
+        engine = dataclasses.replace(engine, tensor_parallel_size=place.tensor_parallel_size)
+    if place.device != "cpu":
+        engine = dataclasses.replace(engine, device=place.device)
+    server = dataclasses.replace(server, served_model_name=server.served_model_name or placement.name)
+    path = str(resolve_model(engine.model))
+    others = worker_groups(placement, model, settings, engine)
+    return serve(engine, server, path, others)
+
+
+def resolve_weights(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with `weights` replaced by the `folder` where they lie, fetched first where needed."""
+    rest = {k: v for k, v in settings.items() if k != "weights"}
+    return {**rest, "folder": str(resolve_model(settings["weights"]))} if "weights" in settings else rest
+
+
+def worker_groups(placement: Placement, model: Model, settings: dict[str, dict[str, Any]], engine: EngineConfig) -> Others:
+    """A spec for each group that is not the language model's, and what the front end is told."""
+    roles = {c.name: c.role for c in model.components}
+    places = [g for g in placement.groups.values() if roles[g.components[0]] != "language_model"]
+    workers = {i: place.components for i, place in enumerate(places, 1)}
+    peers = {component: i for i, components in workers.items() for component in components}
+    arena = Arena.create(len(workers) + 1, SEGMENT_BYTES)
+    specs = []
+    for i, place in enumerate(places, 1):
+        own = {c: settings.get(c, {}) for c in place.components}
+        spec = WorkerSpec(placement.model, place.components, own, i, peers, place.threads)
+        role = msgspec.json.encode(spec).decode()
+        specs.append(Spec(i, engine, "", 1, 0, "slipstream.graph.worker", role, (arena,)))
+    assert FRONT not in workers
+    graph = FrontGraph(placement.model, workers, settings)
+    return Others(specs, msgspec.json.encode(graph).decode(), [arena])

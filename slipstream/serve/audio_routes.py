@@ -1,0 +1,33 @@
+"""The routes that a composite model adds to the front end's, or puts in their place."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from slipstream.graph.conductor import RequestFailed
+from slipstream.serve.audio import failure_of, speech, transcriptions, translations
+from slipstream.serve.audio_chat import chat
+from slipstream.serve.errors import Failed
+
+
+def routes() -> list[BaseRoute]:
+    """Route list for `app.build`; they stand before the plain ones."""
+    posts = {
+        "/v1/chat/completions": chat,
+        "/v1/audio/transcriptions": transcriptions,
+        "/v1/audio/translations": translations,
+        "/v1/audio/speech": speech,
+    }
+    return [Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()]
+
+
+def _named(handler):
+    """A component's failure becomes an answer that names it."""
+
+    async def route(http: Request) -> Response:
+        try:
+            return await handler(http)
+        except RequestFailed as e:
+            raise Failed(failure_of(e)) from None
+
+    return route
