@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.log.entries import LATE_SAMPLE, NO_OVERLAP, OVERLAP, Admit, Command, Drop, Preempt, Step
 from slipstream.log.grammar import Matcher
-from slipstream.log.replica import PREEMPTED, Ended, Replica
+from slipstream.log.replica import ENDED, PREEMPTED, Ended, Replica
 from slipstream.log.request import Request
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.queue import Queue, Waiting
@@ -218,7 +218,7 @@ class Planner:
         short = int(np.count_nonzero(wants)) - replica.pages.available
         if short <= 0:
             return decoding
-        if any(replica.held[e.slot] for e in replica.ended):
+        if self._pages_are_coming():
             wanting = decoding[wants][: replica.pages.available]
             return decoding[~wants | np.isin(decoding, wanting)]
         while short > 0:
@@ -233,6 +233,13 @@ class Planner:
             decoding = decoding[decoding != victim]
             short = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
         return decoding
+
+    def _pages_are_coming(self) -> bool:
+        """Whether a request that has had its last row, settled or in flight, still holds pages: its drop gives them back."""
+        replica = self.replica
+        slots = np.fromiter(replica.requests, np.intp, len(replica.requests))
+        over = (replica.phase[slots] == ENDED) | (replica.target[slots] >= replica.limit[slots])
+        return bool(replica.held[slots[over]].any())
 
     def _copying_is_cheaper(self, slot: int) -> bool:
         """Whether a victim's pages should go to the host rather than be computed again, by measured rates."""
@@ -278,7 +285,7 @@ class Planner:
         return bool(matchers) and any(s in matchers and self.replica.pending(s) for s in decoding.tolist())
 
     def copy(self, replica: Replica) -> "Planner":
-        other = Planner.__new__(Planner)
+        other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.replica = replica
         other.queue = self.queue.copy()

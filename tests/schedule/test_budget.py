@@ -1,0 +1,66 @@
+"""The budget: quantized sizes, learned from step times."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.schedule.budget import SMALLEST, Budget, sizes
+
+caps = st.integers(1, 20_000)
+
+
+@given(caps)
+def test_sizes_rise_to_the_cap_in_steps_of_at_most_a_doubling(cap: int):
+    found = sizes(cap)
+    assert found[-1] == cap and found == sorted(set(found))
+    assert all(b <= 2 * a for a, b in zip(found, found[1:], strict=False))
+    assert len(found) < 30
+
+
+@given(caps, st.integers(0, 300), st.floats(1e-5, 1.0), st.floats(1e-7, 1e-2))
+def test_what_joins_a_step_is_a_known_size_or_the_room_that_is_left(cap: int, decodes: int, base: float, per_token: float):
+    budget = Budget(cap, 0.016, base, per_token, largest=cap)
+    tokens = budget.prompt_tokens(decodes)
+    assert 0 <= tokens <= max(cap - decodes, 0)
+    if decodes and cap > decodes:
+        assert tokens in sizes(cap) or tokens == cap - decodes
+        if tokens > sizes(cap)[0]:
+            assert base + tokens * per_token <= 0.016 * 1.001
+
+
+@given(caps, st.floats(1e-5, 0.02), st.floats(1e-7, 1e-3), st.floats(1e-3, 0.1), st.floats(1.0, 3.0))
+def test_a_larger_wish_never_gives_a_smaller_chunk(cap: int, base: float, per_token: float, target: float, more: float):
+    small = Budget(cap, target, base, per_token, cap).prompt_tokens(1)
+    assert Budget(cap, target * more, base, per_token, cap).prompt_tokens(1) >= small
+    assert Budget(cap, target, base * more, per_token, cap).prompt_tokens(1) <= small
+    assert Budget(cap, target, base, per_token * more, cap).prompt_tokens(1) <= small
+
+
+def test_nothing_that_decodes_means_the_whole_step():
+    assert Budget(2048, 0.016, 0.01, 1e-3).prompt_tokens(0) == 2048
+
+
+def test_beside_decoding_rows_the_chunk_starts_small_and_at_most_doubles_with_each_measurement():
+    budget = Budget(2048, 10.0)
+    found = []
+    for _ in range(9):
+        found.append(budget.prompt_tokens(8))
+        budget.observe(8, found[-1], 1e-3)
+    assert found[0] == SMALLEST and found[-1] >= 1024
+    assert all(b <= 2 * a for a, b in zip(found, found[1:], strict=False))
+
+
+def test_ff27_measured_steps_set_the_chunk_so_that_streams_keep_their_wish():
+    budget = Budget(8192, 0.016)
+    for _ in range(50):
+        budget.observe(16, 0, 0.003)
+        n = budget.prompt_tokens(16)
+        budget.observe(16, n, 0.003 + 17e-6 * n)
+    n = budget.prompt_tokens(16)
+    assert 0.003 + 17e-6 * n <= 0.016 < 0.003 + 17e-6 * 2 * n
+
+
+def test_a_tiny_chunk_or_an_empty_step_teaches_nothing_false():
+    budget = Budget(2048, 0.016, 0.003, 17e-6)
+    budget.observe(4, 3, 5.0)
+    budget.observe(0, 0, 5.0)
+    assert (budget.base, budget.per_token) == (0.003, 17e-6)
