@@ -17,11 +17,12 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 PIP_FLAGS := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
-.PHONY: help install dev serve test lint bench clean
+.PHONY: help install dev serve test matrix lint bench clean
 
 help:
 	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
 	@echo "make test     run the whole test suite"
+	@echo "make matrix   every setting of the equality matrix, and prompts of thousands of tokens (about 10 minutes)"
 	@echo "make install  make .venv and install Slipstream into it"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
@@ -51,6 +52,9 @@ serve: install
 
 test: dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+matrix: dev
+	$(VENV)/bin/python -m pytest tests/matrix -m "slow or not slow" $(ARGS)
 
 lint: dev
 	$(VENV)/bin/ruff check .
