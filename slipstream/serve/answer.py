@@ -14,7 +14,7 @@ from slipstream.serve.metrics import Metrics
 from slipstream.serve.params import Plan
 from slipstream.serve.prompts import Prompt
 from slipstream.serve.stop import StopStrings
-from slipstream.serve.tokenizer import Tokenizer
+from slipstream.weights.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):

@@ -13,7 +13,7 @@ from slipstream.serve.generation import Generation
 from slipstream.serve.logprobs import TokenNames
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.progress import Progress
-from slipstream.serve.tokenizer import Tokenizer
+from slipstream.weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.serve.composite import Composite

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slipstream.log.request import TokenLogprobs
-from slipstream.serve.tokenizer import Tokenizer
+from slipstream.weights.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # JSON has no infinity
 

@@ -26,7 +26,7 @@ from slipstream.serve.control import Control
 from slipstream.serve.errors import Failure
 from slipstream.serve.front import Front
 from slipstream.serve.http import Connection
-from slipstream.serve.tokenizer import load_tokenizer
+from slipstream.weights.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream.serve")
 

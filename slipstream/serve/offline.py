@@ -32,8 +32,8 @@ from slipstream.serve.generation import Generation
 from slipstream.serve.params import make_plan
 from slipstream.serve.prompts import chat_prompt, completion_prompts
 from slipstream.serve.request_body import decode
-from slipstream.serve.tokenizer import load_tokenizer
 from slipstream.weights.pull import resolve_model
+from slipstream.weights.tokenizer import load_tokenizer
 
 Prompts = list[str] | list[list[int]]
 

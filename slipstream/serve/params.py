@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slipstream.errors import BadRequest
 from slipstream.log.request import Sampling
 from slipstream.serve.bodies import ChatBody, CompletionBody, Generate
-from slipstream.serve.tokenizer import Tokenizer
+from slipstream.weights.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1
 GREEDY_BELOW = 1e-5  # logits divided by less would overflow; the best token wins there anyway

@@ -11,7 +11,7 @@ from slipstream.errors import BadRequest
 from slipstream.serve.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
 from slipstream.serve.engine import Limits
 from slipstream.serve.params import Plan
-from slipstream.serve.tokenizer import Tokenizer
+from slipstream.weights.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
 LONGEST_TOKEN = 256  # characters; a text of more than this times the model's length cannot fit

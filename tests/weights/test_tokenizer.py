@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import BadRequest, ModelError
-from slipstream.serve.library_tokenizer import LibraryTokenizer
-from slipstream.serve.placeholder_tokenizer import PlaceholderTokenizer
-from slipstream.serve.tokenizer import load_tokenizer
+from slipstream.weights.library_tokenizer import LibraryTokenizer
+from slipstream.weights.placeholder_tokenizer import PlaceholderTokenizer
+from slipstream.weights.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import smollm2, tiny_llama, write_tokenizer
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
@@ -198,7 +198,7 @@ def test_every_id_of_a_placeholder_has_a_text(size):
 
 
 def test_unknown_kinds_of_gguf_tokenizers_are_refused():
-    from slipstream.serve.gguf_tokenizer import gguf_tokenizer
+    from slipstream.weights.gguf_tokenizer import gguf_tokenizer
 
     tokens = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": []}
     with pytest.raises(ModelError, match="of kind 't5'"):
@@ -208,7 +208,7 @@ def test_unknown_kinds_of_gguf_tokenizers_are_refused():
 
 
 def test_a_gguf_that_wants_a_beginning_token_gets_it():
-    from slipstream.serve.gguf_tokenizer import gguf_tokenizer
+    from slipstream.weights.gguf_tokenizer import gguf_tokenizer
 
     metadata = {"tokenizer.ggml.tokens": ["<s>", "a", "1", "aa"], "tokenizer.ggml.merges": ["a a"]}
     metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.token_type": [3, 1, 1, 1]}
@@ -219,14 +219,14 @@ def test_a_gguf_that_wants_a_beginning_token_gets_it():
 
 
 def test_the_fast_path_imports_neither_torch_nor_transformers():
-    code = "import sys; from slipstream.serve.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]).encode('x'); "
+    code = "import sys; from slipstream.weights.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]).encode('x'); "
     code += "sys.exit(bool({'torch', 'transformers', 'jinja2'} & set(sys.modules)))"
     root = pathlib.Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code, str(smollm2())], cwd=root, timeout=60).returncode == 0
 
 
 def test_a_sentencepiece_gguf_is_read_from_its_scores():
-    from slipstream.serve.gguf_tokenizer import gguf_tokenizer
+    from slipstream.weights.gguf_tokenizer import gguf_tokenizer
 
     vocab = sorted(PIECES._library.get_vocab().items(), key=lambda item: item[1])
     tokens = [token for token, _ in vocab]

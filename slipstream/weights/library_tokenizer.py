@@ -8,11 +8,11 @@ from typing import Any
 import tokenizers
 
 from slipstream.errors import ModelError
-from slipstream.serve.gguf_tokenizer import gguf_tokenizer
-from slipstream.serve.template import ChatTemplate
-from slipstream.serve.tokenizer import Tokenizer, read_json
 from slipstream.weights.gguf_config import eos_ids
 from slipstream.weights.gguf_file import GGUFFile
+from slipstream.weights.gguf_tokenizer import gguf_tokenizer
+from slipstream.weights.template import ChatTemplate
+from slipstream.weights.tokenizer import Tokenizer, read_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -9,8 +9,8 @@ import signal
 import pytest
 
 from slipstream.errors import BadRequest, ModelError
-from slipstream.serve import template as module
-from slipstream.serve.template import ChatTemplate
+from slipstream.weights import template as module
+from slipstream.weights.template import ChatTemplate
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 CASES = json.loads((DATA / "chat_templates.json").read_text())["cases"]

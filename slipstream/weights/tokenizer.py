@@ -8,8 +8,8 @@ import pathlib
 from abc import ABC, abstractmethod
 
 from slipstream.errors import BadRequest, ModelError
-from slipstream.serve.template import ChatTemplate
-from slipstream.serve.text_stream import TextStream, decode
+from slipstream.weights.template import ChatTemplate
+from slipstream.weights.text_stream import TextStream, decode
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -108,8 +108,8 @@ def load_tokenizer(
     text of a template to take instead. placeholder: a model without a tokenizer gets an invented one of its vocabulary's size
     (random weights, `--device sim`); otherwise it is refused. Raises ModelError.
     """
-    from slipstream.serve import library_tokenizer
-    from slipstream.serve.placeholder_tokenizer import PlaceholderTokenizer
+    from slipstream.weights import library_tokenizer
+    from slipstream.weights.placeholder_tokenizer import PlaceholderTokenizer
 
     path = _locate(tokenizer) if tokenizer else pathlib.Path(model_path)
     found = library_tokenizer.load(path)

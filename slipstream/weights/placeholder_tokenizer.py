@@ -3,9 +3,9 @@
 import pathlib
 
 from slipstream.errors import ModelError
-from slipstream.serve.template import ChatTemplate
-from slipstream.serve.tokenizer import Tokenizer
 from slipstream.weights.parts import read_config
+from slipstream.weights.template import ChatTemplate
+from slipstream.weights.tokenizer import Tokenizer
 
 _TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: "
