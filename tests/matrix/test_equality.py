@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.checkpoints import tiny_llama
 from tests.helpers.server import Server
-from tests.matrix.requests import VOCABULARY, ARRIVALS, answer_of, differences, make_requests
+from tests.matrix.requests import ARRIVALS, VOCABULARY, answer_of, differences, make_requests
 from tests.matrix.settings import ALL, ODD, PLAINEST, Setting, pairwise
 
 
