@@ -5,13 +5,14 @@ Arrived outcomes are announced on an eventfd.
 """
 
 import collections
+import concurrent.futures
 import os
 import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from slipstream.ops.plain import PlainOps
 from slipstream.ops.sampler import Sampler, SampleRow
 from slipstream.rank.board import BoardWriter
 
+T = TypeVar("T")
 _PROMPT_ROWS = 64  # positions whose whole logits are held at once for prompt log probabilities
 
 
@@ -43,20 +45,19 @@ class CpuExecutor:
         """Raises ModelError for a model that cannot be built and ConfigError for a length beyond the model's own."""
         self.config, self.shard, self.collective, self.board = config, shard, collective, board
         self.threads = threads_per_rank(shard.size)
-        torch.set_num_threads(self.threads)
         self.dtype = resolve_dtype(config.dtype)
         self.ops = PlainOps(self.dtype, shard, collective)
-        with torch.inference_mode():
-            self.model = build(checkpoint, self.ops, config.max_model_len)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
+        self._thread.start()
+        self.model = self._call(lambda: build(checkpoint, self.ops, config.max_model_len))
         if config.max_model_len and config.max_model_len > self.model.max_len:
             raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
         self.sampler = Sampler(collective, self.model.vocab)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._arrived: collections.deque[Outcome] = collections.deque()
         self._failure: str | None = None
         self._pending: _Pending | None = None
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
 
     def capacity(self) -> Capacity:
         c, block = self.config, self.config.block_size
@@ -78,16 +79,32 @@ class CpuExecutor:
         self.tables = SlotTables(slots, max_len, self.block)
         self.caches = allocate_caches(self.model.cache, pages, self.block, self.dtype)
         self.host = allocate_caches(self.model.cache, host_pages, self.block, self.dtype)
-        self.copy_seconds = self._time_copies()
-        self._thread.start()
+        self.copy_seconds = self._call(self._time_copies)
 
     def _time_copies(self) -> float:
         """Seconds that a page takes to the host and back, here from memory to memory."""
-        sample = torch.ones_like(self.caches[0][0])
+        sample = torch.zeros_like(self.caches[0][0])
         begin = time.perf_counter()
         for cache in self.caches:
             cache[0].copy_(sample)  # the null page, which holds nothing of anybody
         return 2 * (time.perf_counter() - begin)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Runs `work` on the worker thread and waits for it: before the first step only.
+
+        All tensor work is the worker's: OpenMP keeps a team per thread that calls it, and with more team members than cores
+        they sleep between operations instead of spinning, which costs a quarter of a step.
+        """
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as e:
+                result.set_exception(e)
+
+        self._work.put(run)
+        return result.result()
 
     def admit(self, slot: int, request: Request) -> None:
         self._work.put(lambda: self.tables.admit(slot, request))
