@@ -96,7 +96,7 @@ class Pages:
             del self.index[key]
 
     def copy(self) -> "Pages":
-        other = Pages.__new__(Pages)
+        other = type(self).__new__(type(self))
         other.total = self.total
         other.free = self.free.copy()
         other.idle = self.idle.copy()

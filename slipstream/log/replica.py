@@ -447,7 +447,7 @@ class Replica:
         return int.from_bytes(self.digest, "little")
 
     def copy(self) -> "Replica":
-        other = Replica.__new__(Replica)
+        other = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             if isinstance(value, np.ndarray | list | dict | deque | Pages):
                 value = value.copy()

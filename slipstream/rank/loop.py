@@ -198,6 +198,6 @@ class Rank:
             tuple((o.seq, o.tokens.tobytes()) for o in self.outcomes),
             tuple(self.bodies),
             tuple(self.compiled),
-            self.late is not None,
+            self.late and (self.late[0], self.late[2]),
             self.applied,
         )
