@@ -22,6 +22,8 @@ from slipstream.rank.protocol import Begin, Fault, FromRank, Front, Loaded, Read
 
 STACKS = 0.3  # seconds that ranks get to print their stacks before they are killed
 SUM_BYTES = 4 << 20  # a rank's part of each of the two buffers that ranks sum in; larger sums go in pieces
+BODY_BYTES = 6 << 20  # what a request may hold beside its prompt: a bias for each id of a large vocabulary, a grammar
+REPLIES = 256  # answers of a follower that may be unread: a few times the window of unanswered entries
 SPANS_KEPT = 60.0  # seconds of spans in a flight record
 
 
@@ -81,9 +83,9 @@ class Group:
         self.began_at = time.monotonic()
         shared = os.memfd_create("slipstream-sums", os.MFD_CLOEXEC)
         os.ftruncate(shared, 4096 + 2 * spec.size * SUM_BYTES)
-        ring_bytes = max(1 << 20, 16 * 4 * (spec.engine.max_model_len or 1 << 17))
-        out = [Ring.create(ring_bytes) for _ in range(spec.size - 1)]
-        back = [Ring.create(1 << 16) for _ in range(spec.size - 1)]
+        largest = 4 * (spec.engine.max_model_len or 1 << 20) + BODY_BYTES
+        out = [Ring.create(2 * largest) for _ in range(spec.size - 1)]
+        back = [Ring.create(REPLIES * (spec.engine.max_num_seqs + 64)) for _ in range(spec.size - 1)]
         self.members = []
         for rank in range(spec.size):
             self.board.clear(spec.first_block + rank)

@@ -33,6 +33,7 @@ from slipstream.rank.protocol import Finished, PromptLogprobs, Refused, Started,
 from slipstream.schedule.planner import Plan, Planner
 
 WINDOW = 64  # entries that may lack a reply
+MAX_GRAMMAR = 1 << 20  # bytes; a message must fit into the channel
 HEARTBEAT = 1.0  # seconds after which an idle leader writes an empty entry
 LEAD = 0.25  # a step is planned when this share of the running one is left ...
 LEAD_SECONDS = 0.001  # ... and this much more
@@ -112,6 +113,9 @@ class Leader(Rank):
             yield Tell(Refused(request.id, 400, text, "prompt"))
         elif self.waiting >= self.planner.queue.limit:
             yield Tell(Refused(request.id, 429, f"{self.waiting} requests are waiting already; try again later"))
+        elif len(request.grammar) > MAX_GRAMMAR:
+            text = f"the grammar has {len(request.grammar)} bytes; at most {MAX_GRAMMAR} are taken"
+            yield Tell(Refused(request.id, 400, text, "response_format"))
         elif request.grammar:
             self.preparing[request.id] = (request, {0, *self.replied})
             self.bodies[request.id] = request
