@@ -23,6 +23,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pull": ("slipstream.commands.pull", "fetch a model and check it"),
     "bench": ("slipstream.bench.command", "measure a server under load, or compare two"),
     "verify": ("slipstream.commands.verify", "explore the protocol's states, or simulate groups with faults"),
+    "trace": ("slipstream.commands.trace", "write the ranks' last seconds as a trace and a picture"),
+    "top": ("slipstream.commands.top", "watch a server's ranks, queue, pages and latencies"),
+    "doctor": ("slipstream.commands.doctor", "say why it is slow or does not start"),
     "env": ("slipstream.commands.env", "show versions and devices, and what is missing"),
 }
 

@@ -1,0 +1,184 @@
+"""`slipstream doctor`: why it is slow or does not start, and what to do about each finding."""
+
+import argparse
+import os
+import pathlib
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slipstream.commands import env
+from slipstream.errors import ModelError
+
+GOOD, POOR, BAD = "ok", "slow", "broken"
+STYLES = {GOOD: "green", POOR: "yellow", BAD: "bold red"}
+MIN_DRIVER = 525  # CUDA 12's; older ones cannot run this PyTorch
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    state: str  # GOOD, POOR or BAD
+    found: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="smollm2-135m", help="whose files are looked at (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="the port that a server would take (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when nothing is broken."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "", "found", "what to do", box=None, padding=(0, 2, 0, 0), show_header=False)
+    broken = False
+    for f in examine(args.model, args.port):
+        broken |= f.state == BAD
+        table.add_row(f"[{STYLES[f.state]}]{f.state}[/]", f.what, f.found, f.advice)
+    Console().print(table)
+    return int(broken)
+
+
+def examine(model: str, port: int) -> Iterator[Finding]:
+    facts = env.collect()
+    yield packages(facts)
+    yield threads(os.environ, facts["cpu"]["cores"])
+    yield cpu_quota(facts["cpu"]["cores"])
+    yield number_type(facts)
+    yield memory()
+    yield open_files()
+    yield shared_memory()
+    yield from gpus(facts["cuda"])
+    yield model_files(model)
+    yield port_free(port)
+
+
+def packages(facts: dict) -> Finding:
+    if facts["missing"]:
+        name, how = next(iter(facts["missing"].items()))
+        return Finding("packages", BAD, f"missing: {', '.join(facts['missing'])}", f"{how} (first: {name})")
+    return Finding("packages", GOOD, f"all there; torch {facts['packages']['torch']}")
+
+
+def threads(environ, cores: int) -> Finding:
+    """OMP_NUM_THREADS is inherited by every rank and overrides what Slipstream would choose."""
+    asked = environ.get("OMP_NUM_THREADS")
+    if asked and asked.isdigit() and int(asked) != cores:
+        return Finding(
+            "threads", POOR, f"OMP_NUM_THREADS={asked} on {cores} cores", "unset it; ranks share the cores by themselves"
+        )
+    return Finding("threads", GOOD, f"{cores} cores")
+
+
+def cpu_quota(cores: int, file: str = "/sys/fs/cgroup/cpu.max") -> Finding:
+    """A control group's quota is not seen as fewer cores: threads are then stopped in mid-step."""
+    try:
+        quota, period = pathlib.Path(file).read_text().split()
+    except (OSError, ValueError):
+        return Finding("CPU quota", GOOD, "none")
+    if quota == "max" or int(quota) >= cores * int(period):
+        return Finding("CPU quota", GOOD, "none")
+    allowed = int(quota) / int(period)
+    advice = f"pin the process to {max(1, int(allowed))} cores (taskset, --cpuset-cpus) instead of a quota"
+    return Finding("CPU quota", POOR, f"{allowed:g} of {cores} cores", advice)
+
+
+def number_type(facts: dict) -> Finding:
+    if facts["cuda"]["available"] or facts["cpu"]["bfloat16"]:
+        return Finding("bfloat16", GOOD, "in hardware")
+    return Finding(
+        "bfloat16", POOR, "not in this CPU", "float32 is used: twice the memory traffic; a CPU with avx512_bf16 or amx helps"
+    )
+
+
+def memory() -> Finding:
+    for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            free = int(line.split()[1]) / 2**20
+            if free < 2:
+                return Finding("memory", BAD, f"{free:.1f} GiB free", "end other programs, or set --kv-cache-memory-bytes")
+            return Finding("memory", GOOD, f"{free:.1f} GiB free")
+    return Finding("memory", POOR, "unknown", "/proc/meminfo has no MemAvailable")
+
+
+def open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 4096:
+        return Finding("open files", POOR, f"limit {soft}", f"each client takes one: ulimit -n {max(65536, soft)}")
+    return Finding("open files", GOOD, f"limit {soft}")
+
+
+def shared_memory() -> Finding:
+    """Slipstream's own memory is anonymous and not bounded by /dev/shm, but NCCL's is not."""
+    try:
+        free = shutil.disk_usage("/dev/shm").free / 2**20
+    except OSError:
+        return Finding("/dev/shm", POOR, "not there", "NCCL on several GPUs needs it; mount a tmpfs")
+    if free < 64:
+        return Finding("/dev/shm", POOR, f"{free:.0f} MiB free", "NCCL on several GPUs needs more: docker run --shm-size 1g")
+    return Finding("/dev/shm", GOOD, f"{free:.0f} MiB free")
+
+
+def gpus(cuda: dict) -> Iterator[Finding]:
+    if not shutil.which("nvidia-smi"):
+        yield Finding("GPU", GOOD, "none; models run on the CPU")
+        return
+    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.SubprocessError) as e:
+        yield Finding("GPU", BAD, f"nvidia-smi fails: {e}", "the driver does not answer; reload it or restart the machine")
+        return
+    for i, line in enumerate(lines):
+        driver, name, used, size = (x.strip() for x in line.split(","))
+        if int(driver.split(".")[0]) < MIN_DRIVER:
+            yield Finding(f"GPU {i}", BAD, f"{name}, driver {driver}", f"needs driver {MIN_DRIVER} or newer")
+        elif float(used) > 0.1 * float(size):
+            yield Finding(f"GPU {i}", POOR, f"{name}, {used} of {size} MiB taken", "nvidia-smi names the process that holds it")
+        else:
+            yield Finding(f"GPU {i}", GOOD, f"{name}, driver {driver}, {size} MiB")
+    if not cuda["available"]:
+        yield Finding("CUDA", BAD, cuda["why"], "install a CUDA build of PyTorch, or use --device cpu")
+    if len(lines) > 1:
+        yield topology()
+
+
+def topology() -> Finding:
+    """How the GPUs are linked decides what a sum costs."""
+    try:
+        text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return Finding("links", POOR, "unknown", "nvidia-smi topo -m fails")
+    if "NV" in text.replace("NVIDIA", ""):
+        return Finding("links", GOOD, "NVLink")
+    return Finding("links", POOR, "PCIe only", "sums between GPUs are slow: prefer few ranks")
+
+
+def model_files(model: str) -> Finding:
+    from slipstream.weights.packages import PACKAGES
+    from slipstream.weights.pull import resolve_model
+
+    path = pathlib.Path(model)
+    if model not in PACKAGES and not path.exists():
+        return Finding("model", GOOD, f"{model} is looked up on the Hugging Face hub at start")
+    try:
+        found = resolve_model(model, verify=True)
+    except ModelError as e:
+        return Finding("model", BAD, str(e), f"slipstream pull {model}")
+    return Finding("model", GOOD, str(found))
+
+
+def port_free(port: int) -> Finding:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as e:
+            return Finding("port", POOR, f"{port}: {e.strerror}", "a server may be running already; else choose another --port")
+    return Finding("port", GOOD, f"{port} is free")
