@@ -6,6 +6,7 @@ Arrived outcomes are announced on an eventfd.
 
 import collections
 import concurrent.futures
+import dataclasses
 import os
 import queue
 import threading
@@ -219,10 +220,11 @@ class CpuExecutor:
             tables.tokens[slots[keep], ends[keep]] = np.maximum(sampled.tokens, 0)
             outcome.logprobs.update((keep[i], found) for i, found in sampled.logprobs.items())
             outcome.errors.update((keep[i], why) for i, why in sampled.errors.items())
+        end = time.monotonic_ns()
         if self.board is not None:
             self.board.set("collective", self.collective.entered)
-            self.board.device_span(pending.start, time.monotonic_ns(), seq, self.collective.entered)
-        self._arrived.append(outcome)
+            self.board.device_span(pending.start, end, seq, self.collective.entered)
+        self._arrived.append(dataclasses.replace(outcome, seconds=(end - pending.start) * 1e-9))
         os.eventfd_write(self._bell, 1)
 
 

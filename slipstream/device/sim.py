@@ -5,6 +5,7 @@ choice and the token's position, so every mode, batch and rank gives the same on
 """
 
 import ctypes
+import dataclasses
 import json
 import os
 import pathlib
@@ -151,7 +152,8 @@ class SimExecutor:
         start = max(time.monotonic(), self._free_at)
         end = start + self._step + self._token * batch.tokens
         self._free_at = end
-        self._queue.append((start, end, self._tokens.sample(batch, masks)))
+        outcome = dataclasses.replace(self._tokens.sample(batch, masks), seconds=end - start)
+        self._queue.append((start, end, outcome))
         if len(self._queue) == 1:
             self._timer.set(end)
 

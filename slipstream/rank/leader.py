@@ -180,9 +180,9 @@ class Leader(Rank):
             yield Tell(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), logprobs or None))
 
     def landed(self, outcome: Outcome) -> None:
-        """Learns how long the step took: from its launch, or from the end of the one before it."""
+        """Learns how long the step took: by its device, or from its launch or the end of the one before it."""
         flying = self.flying.popleft()
-        seconds = self.now - max(flying.at, self.arrived_at)
+        seconds = outcome.seconds or self.now - max(flying.at, self.arrived_at)
         self.arrived_at = self.now
         self.planner.budget.observe(flying.decodes, flying.prompt_tokens, seconds)
 

@@ -4,22 +4,23 @@ The user states a wish (`--target-itl-ms`), not a chunk size. Step times are mea
 tokens is taken to last base + p * per_token, both learned as moving averages.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 SMOOTH = 0.2  # weight of the newest measurement ...
 SMOOTH_UP = 0.5  # ... and of one that took longer than thought
+BELIEVED = 3.0  # a measurement counts as at most so many times what was thought: one hiccup of the machine is no rule
 SMALLEST = 16  # the smallest chunk beside decoding rows
+LEAST_SHARE = 0.25  # of the target that a chunk may take where the decoding rows alone leave less of it
 
 
 def sizes(cap: int) -> list[int]:
-    """The quantized chunk sizes up to `cap`: 16, 32, 48, 64, 96, 128, 192, ... and `cap` itself."""
+    """The quantized step sizes up to `cap`, in tokens: 16, 32, ... 128, then eight an octave, and `cap` itself."""
     out: list[int] = []
     size = SMALLEST
     while size < cap:
         out.append(size)
-        if size >= 32 and size + size // 2 < cap:
-            out.append(size + size // 2)
-        size *= 2
+        size += max(SMALLEST, 1 << (size.bit_length() - 4))
     return [*out, cap]
 
 
@@ -40,7 +41,7 @@ class Budget:
         """Learns from one step, which had the device for itself for `seconds`."""
         if not prompt_tokens:
             if decodes:
-                self.base = seconds if not self.base else self.base + SMOOTH * (seconds - self.base)
+                self.base += SMOOTH * (min(seconds, BELIEVED * self.base) - self.base) if self.base else seconds
             return
         if prompt_tokens < SMALLEST:
             return  # too little to tell the tokens' share
@@ -49,26 +50,26 @@ class Budget:
             self.per_token = share
         else:  # a step that took long is believed sooner than one that was short
             weight = SMOOTH_UP if share > self.per_token else SMOOTH
-            self.per_token += weight * (share - self.per_token)
+            self.per_token += weight * (min(share, BELIEVED * self.per_token) - self.per_token)
         if decodes:
             self.largest = max(self.largest, prompt_tokens)
 
     def prompt_tokens(self, decodes: int) -> int:
-        """Prompt tokens that may join a step of `decodes` decoding rows.
+        """Prompt tokens that may join a step of `decodes` decoding rows, which then has a quantized size.
 
-        Beside decoding rows the size at most doubles from one measurement to the next.
+        Beside decoding rows the chunk at most doubles from one measurement to the next.
         """
         room = self.cap - decodes
         if not decodes or self.target is None or room <= 0:
             return max(room, 0)
         most = max(2 * self.largest, SMALLEST)
-        wish = (self.target - self.base) / self.per_token if self.per_token else most
-        best = self._sizes[0]
-        for size in self._sizes:
-            if size > wish or size > most:
-                break
-            best = size
-        return min(best, room)
+        if not self.per_token:
+            return min(most, room)
+        wish = max(self.target - self.base, LEAST_SHARE * self.target) / self.per_token
+        if most < wish:
+            return min(most, room)
+        at = bisect_right(self._sizes, decodes + wish)
+        return min(max(self._sizes[at - 1] - decodes if at else 0, SMALLEST), room)
 
     def expected(self, decodes: int, prompt_tokens: int) -> float:
         """Seconds that such a step should take; 0 when nothing is known."""
