@@ -88,6 +88,32 @@ def resample(x: np.ndarray, source: int, target: int) -> np.ndarray:
     return out
 
 
+class Resampler:
+    """`resample` for a stream: the pieces it gives, joined, are what the whole would give."""
+
+    def __init__(self, source: int, target: int):
+        self.source, self.target = source, target
+        g = gcd(source, target)
+        self._up, self._down = target // g, source // g
+        self._half = int(np.ceil(16 / (0.95 * min(1.0, target / source)))) + 1
+        self._buffer = np.zeros(0, np.float32)
+        self._base = 0  # source samples before the buffer, a multiple of `down`
+        self._done = 0  # target samples given
+
+    def feed(self, x: np.ndarray, last: bool = False) -> np.ndarray:
+        if self.source == self.target:
+            return x.astype(np.float32, copy=False)
+        self._buffer = np.concatenate([self._buffer, x.astype(np.float32, copy=False)])
+        have = self._base + len(self._buffer)
+        stop = -(-(have if last else max(0, have - self._half)) * self._up // self._down)
+        first = self._base // self._down * self._up
+        out = resample(self._buffer, self.source, self.target)[self._done - first : max(self._done, stop) - first]
+        self._done += len(out)
+        keep = max(self._base, (self._done * self._down // self._up - self._half) // self._down * self._down)
+        self._buffer, self._base = self._buffer[keep - self._base :], keep
+        return out
+
+
 def pcm16(x: np.ndarray) -> bytes:
     """Samples to little-endian 16-bit: int16 as it is, float32 clipped to [-1, 1]."""
     if x.dtype == np.int16:

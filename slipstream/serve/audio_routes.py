@@ -2,12 +2,13 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from slipstream.graph.conductor import RequestFailed
 from slipstream.serve.audio import failure_of, speech, transcriptions, translations
 from slipstream.serve.audio_chat import chat
 from slipstream.serve.errors import Failed
+from slipstream.serve.realtime import realtime
 
 
 def routes() -> list[BaseRoute]:
@@ -18,7 +19,8 @@ def routes() -> list[BaseRoute]:
         "/v1/audio/translations": translations,
         "/v1/audio/speech": speech,
     }
-    return [Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()]
+    spoken: list[BaseRoute] = [Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()]
+    return [*spoken, WebSocketRoute("/v1/realtime", realtime)]
 
 
 def _named(handler):

@@ -46,9 +46,11 @@ class Guard:
         self._hosts = LOOPBACK | {config.host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope.get("headers", ()))
+        if scope["type"] == "websocket" and self._check(scope, headers) is not None:
+            return await send({"type": "websocket.close", "code": 1008})  # before it is accepted: HTTP 403
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(12)
         scope["slipstream.id"] = request_id

@@ -9,6 +9,7 @@ from slipstream.errors import BadRequest
 from slipstream.serve.audio_file import (
     FORMATS,
     MAX_BYTES,
+    Resampler,
     decode,
     decode_pcm16,
     encode,
@@ -66,7 +67,7 @@ def test_eight_bit_stereo_is_taken_as_its_mean():
         (b"", "empty", 400),
         (b"hello", "not an audio file", 400),
         (encode(TONE, RATE, "wav")[:30], "not an audio file", 400),
-        (encode(TONE, RATE, "flac")[:60], "the audio", 400),
+        (encode(TONE, RATE, "flac")[:60], "audio", 400),
         (wav(b""), "no samples", 400),
         (wav(bytes(16_000 * 2 * 61), 16_000), "longer than 60 seconds", 413),
         (encode(np.zeros(8000 * 3600, np.int16), 8000, "flac"), "longer than 60 seconds", 413),
@@ -108,3 +109,16 @@ def test_resampling_keeps_pitch_and_removes_what_would_fold(source, target):
 
 def test_formats_that_are_not_known_are_named():
     assert "not one of wav" in unavailable("aac") and all(len(v) == 3 for v in FORMATS.values())
+
+
+@pytest.mark.parametrize(("source", "target"), [(24_000, 16_000), (16_000, 24_000), (44_100, 16_000), (16_000, 16_000)])
+def test_a_stream_is_resampled_as_the_whole_is(source, target):
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal(source // 2).astype(np.float32)
+    stream, out, at = Resampler(source, target), [], 0
+    while at < len(x):
+        n = int(rng.integers(0, 3000))
+        out.append(stream.feed(x[at : at + n]))
+        at += n
+    out.append(stream.feed(x[:0], last=True))
+    np.testing.assert_allclose(np.concatenate(out), resample(x, source, target), atol=1e-5)
