@@ -1,0 +1,183 @@
+"""The leader's machine: what it makes of replies, and when it tells an end."""
+
+import pytest
+
+from slipstream.log.entries import Entry, Reply
+from slipstream.log.replica import Limits, Replica
+from slipstream.rank.events import Arrived, Poison, Send, Submitted, Tell, Tick
+from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader
+from slipstream.rank.protocol import Finished, Tokens
+from slipstream.schedule.budget import Budget
+from slipstream.schedule.planner import Planner
+from tests.helpers.toy_group import ToyDevice, ToyGroup, request
+
+LIMITS = Limits(pages=64, slots=8, max_len=256, block=4)
+
+
+class Lone:
+    """A leader of two or three whose followers are played by the test."""
+
+    def __init__(self, size: int = 2, asynchronous: bool = True):
+        replica = Replica(LIMITS)
+        self.leader = Leader(replica, Planner(replica, Budget(64), 100), size, asynchronous)
+        self.device = ToyDevice(LIMITS)
+        self.now = 0.0
+        self.told: list = []
+        self.entries: list[Entry] = []
+        self.batches: list = []
+        self.poison: Poison | None = None
+
+    def on(self, event) -> None:
+        for effect in self.leader.on(event, self.now):
+            if isinstance(effect, Tell):
+                self.told.append(effect.message)
+            elif isinstance(effect, Send) and isinstance(effect.message, Entry):
+                self.entries.append(effect.message)
+            elif isinstance(effect, Poison):
+                self.poison = effect
+            elif type(effect).__name__ == "Seat":
+                self.device.seat(effect.slot, effect.request)
+            elif type(effect).__name__ == "Launch":
+                self.batches.append(effect.batch)
+
+    def land(self) -> None:
+        self.now += 1e-3
+        self.on(Arrived(self.device.run(self.batches.pop(0))))
+
+    def right(self, seq: int, rank: int = 1) -> Reply:
+        digest, existed = self.leader.sealed[seq]
+        return Reply(rank, seq, digest, existed)
+
+    def ends(self) -> list[Finished]:
+        return [m for m in self.told if isinstance(m, Finished)]
+
+
+def test_an_end_waits_until_every_rank_has_acknowledged_the_drop_and_tokens_do_not():
+    group = Lone(size=3)
+    group.on(Submitted(request(1, range(4), 2)))
+    while group.batches:
+        group.land()
+    assert sum(isinstance(m, Tokens) for m in group.told) == 2 and not group.ends()
+    drop = next(e.seq for e in group.entries if any(type(c).__name__ == "Drop" for c in e.commands))
+    for seq in range(drop + 1):
+        group.on(group.right(seq, rank=1))
+    assert not group.ends()
+    for seq in range(drop + 1):
+        assert not group.ends()
+        group.on(group.right(seq, rank=2))
+    assert group.ends() == [Finished(1, "length")]
+
+
+def started(size: int = 2) -> Lone:
+    group = Lone(size)
+    group.on(Submitted(request(1, range(4), 100)))
+    group.land()
+    group.land()
+    return group
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda r: Reply(r.rank, r.seq, r.digest ^ 1, r.existed), "rank 1 differs at entry 1: its digest is"),
+        (lambda r: Reply(r.rank, r.seq, r.digest, (False,)), r"rank 1 differs at entry 1: its drops found"),
+        (lambda r: Reply(r.rank, r.seq - 1, r.digest, r.existed), "answered entry 0 where 1 was due"),
+        (lambda r: Reply(r.rank, r.seq + 1, r.digest, r.existed), "answered entry 2 where 1 was due"),
+        (lambda r: Reply(7, r.seq, r.digest, r.existed), "rank 7 differs at entry 1"),
+        (lambda r: Reply(0, r.seq, r.digest, r.existed), "rank 0 differs at entry 1"),
+    ],
+)
+def test_ff01_anything_but_one_equal_reply_from_each_rank_in_order_poisons_and_nothing_more_is_written(spoil, says: str):
+    group = started()
+    group.on(group.right(0))
+    group.on(spoil(group.right(1)))
+    assert group.poison is not None and says in group.poison.reason
+    written = len(group.entries)
+    group.on(Submitted(request(2, range(4))))
+    group.now += 10
+    group.on(Tick())
+    assert len(group.entries) == written
+
+
+def test_a_reply_to_an_entry_that_was_never_written_poisons():
+    group = started()
+    for seq in range(group.leader.next):
+        group.on(group.right(seq))
+    assert group.poison is None
+    group.on(Reply(1, group.leader.next, 0))
+    assert group.poison is not None
+
+
+def test_ff15_entries_without_a_reply_are_bounded():
+    group = Lone()
+    group.on(Submitted(request(1, range(4), 200)))
+    for _ in range(3 * WINDOW):
+        if group.batches:
+            group.land()
+        group.now += 2.0
+        group.on(Tick())
+    assert len(group.entries) <= WINDOW + 1
+    while group.leader.replied[1] < group.leader.next - 1:
+        group.on(group.right(group.leader.replied[1] + 1))
+    group.land()
+    assert len(group.entries) > WINDOW + 1, "it goes on once answers come"
+
+
+def test_an_idle_leader_writes_an_empty_entry_each_second():
+    group = Lone()
+    for tenth in range(1, 51):
+        group.now = tenth / 10
+        group.on(Tick())
+        while group.leader.replied[1] < group.leader.next - 1:
+            group.on(group.right(group.leader.replied[1] + 1))
+    assert 4 <= len(group.entries) * HEARTBEAT <= 6
+    assert all(e.step is None and not e.commands for e in group.entries)
+
+
+def test_serial_scheduling_waits_for_no_reply_and_never_has_two_steps_in_flight():
+    group = Lone(asynchronous=False)
+    group.on(Submitted(request(1, range(4), 30)))
+    for _ in range(29):
+        assert len(group.batches) == 1
+        group.land()
+    assert group.leader.steps["overlap"] == 0 and group.leader.replied[1] == -1
+
+
+def test_asynchronous_scheduling_keeps_one_step_ahead_with_no_order_forced_by_admissions_and_aborts():
+    group = ToyGroup(size=2)
+    for i in range(10):
+        group.submit(request(i, range(5 + i), 30))
+        group.turn()
+        group.turn()
+        if i % 3 == 2:
+            group.abort(i)
+    group.run()
+    group.assert_right()
+    assert group.leader.steps["overlap"] >= 0.95 * sum(group.leader.steps.values())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ff02_no_rank_but_the_leader_looks_at_a_clock(asynchronous: bool):
+    """Followers that are told absurd times stay equal: the leader compares every digest."""
+    group = ToyGroup(size=3, asynchronous=asynchronous, pages=20)
+    for i, rank in enumerate(group.ranks[1:]):
+        original = rank.on
+        rank.on = lambda event, now=0.0, original=original, i=i: original(event, -1e9 * (i + 1))  # type: ignore[method-assign]
+    group.submit(*(request(i, range(5 + i), 30) for i in range(6)))
+    group.run()
+    group.assert_right()
+
+
+def test_ff03_outcomes_that_arrive_at_other_times_on_each_rank_change_no_replica():
+    """A follower buffers an arrival until an entry's mark names it."""
+    group = ToyGroup(size=2, pages=20)
+    group.submit(*(request(i, range(5 + i), 12) for i in range(4)))
+    follower = group.ranks[1]
+    settled = follower.replica.settled_to
+    for _ in range(8):
+        group.turn()
+        marks = [e.settled_to for e in group.entries if isinstance(e, Entry) and e.seq <= follower.applied]
+        assert follower.replica.settled_to <= max(marks, default=-1)
+    assert follower.replica.settled_to > settled
+    group.run()
+    group.assert_right()
