@@ -136,12 +136,13 @@ class View:
             ranks = self.server.json("/debug/ranks")
         except ConfigError:
             return Text("ranks are shown where the server runs with --enable-debug", style="dim")
-        table = Table(
-            "group", "rank", "pid", "state", "phase", "weights", "launched", "settled", "waits for", box=None, padding=(0, 2)
-        )
+        names = ("group", "rank", "pid", "state", "phase", "MiB", "launched", "settled", "waits for")
+        table = Table(box=None, padding=(0, 1))
+        for name in names:
+            table.add_column(name, no_wrap=True)
         for r in ranks:
             waits = "" if r["waits_for"] is None else f"rank {r['waits_for']}"
             style = "" if r["state"] == "ready" else "bold red"
-            cells = (r["group"], r["rank"], r["pid"], r["state"], r["phase"], f"{r['weight_bytes'] / 2**20:.0f} MiB")
+            cells = (r["group"], r["rank"], r["pid"], r["state"], r["phase"], f"{r['weight_bytes'] / 2**20:.0f}")
             table.add_row(*map(str, cells), str(r["launched"]), str(r["settled"]), waits, style=style)
         return table
