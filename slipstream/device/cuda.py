@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.config import EngineConfig
 from slipstream.device.cuda_choice import Chooser, Extras
 from slipstream.device.cuda_memory import choose_device, page_bytes, pages_that_fit, resolve_dtype
+from slipstream.device.cuda_offload import HostPages
 from slipstream.device.cuda_tables import CudaTables, Layout, StepBuffers, StepInputs, round_up
 from slipstream.device.executor import Batch, Capacity, Executor, Outcome, StepFailed
 from slipstream.device.graphs import Graphs, decode_buckets, padded, token_buckets
@@ -25,11 +26,11 @@ from slipstream.layers.shard import Shard, split_evenly
 from slipstream.log.request import Request
 from slipstream.models.registry import build
 from slipstream.ops.collective import SharedMemory
+from slipstream.ops.interface import Ops
 from slipstream.ops.sampler import NO_TOKEN as NO_TOKEN_TEXT
 from slipstream.ops.sampler import NOT_FINITE as NOT_FINITE_TEXT
-from slipstream.ops.interface import Ops
 from slipstream.ops.symmetric import PROGRAMS, Symmetric
-from slipstream.ops.triton_ops import CudaOps, CudaStep, check_shape
+from slipstream.ops.triton_ops import PREFILL_ROWS, CudaOps, CudaStep, check_shape
 from slipstream.ops.triton_sample import NO_TOKEN
 from slipstream.ops.triton_step import decode_prepare_kernel, gather_kernel, ids_kernel
 from slipstream.rank.board import BoardWriter
@@ -96,6 +97,7 @@ class CudaExecutor:
         if shard.size > 1:
             part = -(-self.model.vocab // shard.size)
             self.symmetric.allocate(self._most, self.model.config.hidden, self.ops.dtype, config.max_num_seqs, part)
+        self.copy_seconds = 0.0
         self._flying: collections.deque[Flight] = collections.deque()
         self._clock: tuple[torch.cuda.Event, int] | None = None
 
@@ -107,7 +109,8 @@ class CudaExecutor:
         each = page_bytes(self.model.cache, block, self.ops.dtype)
         step = self._profile(max_len)
         pages = pages_that_fit(c, each, self.weight_bytes, step, self.device)
-        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.weight_bytes)
+        host_pages = (c.kv_offload_memory_bytes or 0) // each if each else 0  # pinning takes seconds: none unless asked for
+        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.weight_bytes, host_pages)
 
     def _profile(self, max_len: int) -> int:
         """Bytes that the largest step takes beside weights and cache: measured by running it on nobody's rows."""
@@ -118,11 +121,11 @@ class CudaExecutor:
         self._head_and_sample(self.config.max_num_seqs)
         torch.cuda.synchronize(self.device)
         step = torch.cuda.max_memory_allocated(self.device) - before
-        self.caches = []
+        self.caches, self.tiles = [], None
         torch.cuda.empty_cache()
         return step
 
-    def start(self, pages: int, slots: int, max_len: int) -> None:
+    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
         """Allocates everything that outlives a step, compiles by running the largest shapes, then captures."""
         self._allocate(pages, slots, max_len)
         self._graphs = Graphs(self.stream, self.config.enforce_eager)
@@ -136,15 +139,18 @@ class CudaExecutor:
         self._graphs.capture("sample", self._decode_buckets, self._head_and_sample)
         torch.cuda.synchronize(self.device)
         self._steps = int(self.counter.item())
+        self._host = HostPages(host_pages, self.caches)
+        self.copy_seconds = self._host.seconds()
 
     def _allocate(self, pages: int, slots: int, max_len: int) -> None:
         shape, block, device = self.model.cache, self.config.block_size, self.device
         size = (pages + 1, shape.heads, block, shape.head_dim)
         make = lambda: torch.zeros(size, dtype=self.ops.dtype, device=device)
         self.caches = [(make(), make()) for _ in range(shape.layers)]
+        self.tiles = self.ops.tile_caches(self.caches, block)
         self.slots, self.nobody = slots, slots
         self.tables = CudaTables(slots, max_len, block, device)
-        tile = self.ops.prefill.m
+        tile = PREFILL_ROWS
         self.layout = Layout(self._most, slots, -(-self._most // tile) + min(slots, self._most))
         self.inputs = StepInputs(self.layout, device)
         self.inputs.slots.fill_(self.nobody)
@@ -156,7 +162,8 @@ class CudaExecutor:
         self.scratch = self.ops.scratch(slots, shape.heads, shape.head_dim)
         parts = split_evenly(self.model.vocab, self.shard.size)
         self.chooser = Chooser(
-            self.tables, self.inputs, self.symmetric, self.model.vocab, parts, self.ring, self.counter, self.model.logits
+            self.tables, self.inputs, self.symmetric, self.model.vocab, parts, self.ring, self.counter, self.model.logits,
+            self.ops.meet,
         )  # fmt: skip
         self._free = collections.deque(
             Flight(slots * self.tables.columns, self.layout.size, slots + 1) for _ in range(DEPTH)
@@ -170,8 +177,8 @@ class CudaExecutor:
     def _step(self, tokens: int, decode_rows: int, prefill_blocks: int, decodes: Tensor) -> CudaStep:
         i = self.inputs
         return CudaStep(
-            i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.scratch,
-            self.config.block_size, decode_rows, decodes, prefill_blocks, i.blocks, i.counts[1:2],
+            i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.tiles,
+            self.scratch, self.config.block_size, decode_rows, decodes, prefill_blocks, i.blocks, i.counts[1:2],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:
@@ -188,7 +195,7 @@ class CudaExecutor:
         self.ops.begin()
         ids_kernel[(-(-tokens // 128),)](i.slots, i.positions, t.tokens, i.ids, tokens, t.tokens.stride(0), B=128)
         rows = min(self.slots, tokens)
-        blocks = -(-tokens // self.ops.prefill.m) + rows
+        blocks = -(-tokens // PREFILL_ROWS) + rows
         hidden = self.model.forward(self._step(tokens, rows, blocks, i.counts[0:1]))
         self._gather(hidden, self.slots)
         return hidden
@@ -207,6 +214,12 @@ class CudaExecutor:
         self._plain[slot] = request.sampling.plain
         self.chooser.admit(slot, request)
         self.tables.admit(slot, request)
+
+    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        self._host.save(pages, host)
+
+    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        self._host.load(host, pages)
 
     def launch(self, batch: Batch) -> None:
         self.launch_forward(batch)
@@ -239,7 +252,7 @@ class CudaExecutor:
         bucket = padded(self._token_buckets, tokens)
         judged = self.chooser.judged(batch)
         size = bucket if bucket is not None else round_up(tokens, 64)
-        self.inputs.upload_step(batch, size, self.nobody, self.ops.prefill.m, flight.buffers)
+        self.inputs.upload_step(batch, size, self.nobody, PREFILL_ROWS, flight.buffers)
         if bucket is not None and not judged:
             self._graphs.run("tokens", bucket)
             return

@@ -5,6 +5,7 @@ memory; the other ranks learn its token in the same exchange as all others (DESI
 ops/sampling.py. Nothing here waits for the device.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +18,6 @@ from slipstream.log.request import Request, Sampling, TokenLogprobs
 from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
 from slipstream.ops.triton_kernel import power
 from slipstream.ops.triton_sample import ELSEWHERE, TILE, UNFORCED, exchange_kernel, force_kernel, local_best_kernel
-from slipstream.ops.triton_sum import meet_kernel
 
 _NOBODY = Sampling(temperature=0.0)
 
@@ -75,11 +75,11 @@ class Chooser:
 
     def __init__(
         self, tables: CudaTables, inputs: StepInputs, symmetric: Symmetric, vocab: int, parts: list[tuple[int, int]],
-        ring: Tensor, counter: Tensor, logits,
+        ring: Tensor, counter: Tensor, logits: Callable[[Tensor], Tensor], meet: Callable[[], None],
     ):  # fmt: skip
         self.tables, self.inputs, self.symmetric = tables, inputs, symmetric
         self.vocab, self.parts, self.part = vocab, parts, parts[symmetric.rank]
-        self.ring, self.counter, self.logits = ring, counter, logits
+        self.ring, self.counter, self.logits, self.meet = ring, counter, logits, meet
         self.device = ring.device
         slots = tables.slots
         self.sampling = [_NOBODY] * slots
@@ -159,14 +159,10 @@ class Chooser:
         if s.size == 1:
             return logits
         n = logits.shape[0]
-        self._meet()  # the peers have read what was there before
+        self.meet()  # the peers have read what was there before
         s.logits.local[:n, : logits.shape[1]] = logits
-        self._meet()
+        self.meet()
         return torch.cat([peer[:n, : b - a] for peer, (a, b) in zip(s.peer_logits, self.parts, strict=True)], dim=1)
-
-    def _meet(self) -> None:
-        s = self.symmetric
-        meet_kernel[(1,)](self._flags, s.counts, s.fault, s.rank, FAULT_NS, WORLD=s.size, PROGRAMS=PROGRAMS)
 
     def _mask(self, x: Tensor, slots: np.ndarray, masks: dict[int, np.ndarray]) -> None:
         masked = [i for i, slot in enumerate(slots.tolist()) if slot in masks]

@@ -10,6 +10,41 @@ from captured sizes, and programs without work leave at once.
 from slipstream.ops.triton_kernel import jit, tl
 
 
+@jit
+def _finish_split(
+    acc, total, best, partial, stats, arrived, out, row, head, split, splits, used,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's output where it has one part; else leaves this part for the last split to arrive, which joins them."""
+    g = tl.arange(0, 16)
+    d = tl.arange(0, DP)
+    keep = (g[:, None] < GROUP) & (d < D)[None, :]
+    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
+    if used == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+    else:
+        unit = row.to(tl.int64) * HEADS + head
+        mine = unit * splits + split
+        tl.store(partial + mine * 16 * DP + g[:, None] * DP + d[None, :], acc, mask=keep)
+        tl.store(stats + mine * 32 + g, best)
+        tl.store(stats + mine * 32 + 16 + g, total)
+        tl.debug_barrier()  # every thread's stores come before the one atomic of this program
+        if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == used - 1:
+            tl.store(arrived + unit, 0)
+            top = tl.full([16], -float("inf"), tl.float32)
+            for i in range(used):
+                top = tl.maximum(top, tl.load(stats + (unit * splits + i) * 32 + g, cache_modifier=".cg"))
+            total = tl.zeros([16], tl.float32)
+            acc = tl.zeros([16, DP], tl.float32)
+            for i in range(used):
+                part = unit * splits + i
+                weight = tl.exp2(tl.load(stats + part * 32 + g, cache_modifier=".cg") - top)
+                total += weight * tl.load(stats + part * 32 + 16 + g, cache_modifier=".cg")
+                at = partial + part * 16 * DP + g[:, None] * DP + d[None, :]
+                acc += tl.load(at, mask=keep, other=0.0, cache_modifier=".cg") * weight[:, None]
+            tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+
+
 @jit(do_not_specialize=["splits", "least"])
 def decode_kernel(
     qkv, keys, values, tables, slots, positions, limit, partial, stats, arrived, out,
@@ -56,31 +91,9 @@ def decode_kernel(
         v = tl.load(values + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         best = top
-    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
-    if used == 1:
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
-        return
-    unit = row.to(tl.int64) * HEADS + head
-    mine = unit * splits + split
-    tl.store(partial + mine * 16 * DP + g[:, None] * DP + d[None, :], acc, mask=keep)
-    tl.store(stats + mine * 32 + g, best)
-    tl.store(stats + mine * 32 + 16 + g, total)
-    tl.debug_barrier()  # every thread's stores come before the one atomic of this program
-    if tl.atomic_add(arrived + unit, 1, sem="acq_rel") != used - 1:
-        return
-    tl.store(arrived + unit, 0)
-    top = tl.full([16], -float("inf"), tl.float32)
-    for i in range(used):
-        top = tl.maximum(top, tl.load(stats + (unit * splits + i) * 32 + g, cache_modifier=".cg"))
-    total = tl.zeros([16], tl.float32)
-    acc = tl.zeros([16, DP], tl.float32)
-    for i in range(used):
-        part = unit * splits + i
-        weight = tl.exp2(tl.load(stats + part * 32 + g, cache_modifier=".cg") - top)
-        total += weight * tl.load(stats + part * 32 + 16 + g, cache_modifier=".cg")
-        a = tl.load(partial + part * 16 * DP + g[:, None] * DP + d[None, :], mask=keep, other=0.0, cache_modifier=".cg")
-        acc += a * weight[:, None]
-    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+    _finish_split(
+        acc, total, best, partial, stats, arrived, out, row, head, split, splits, used, HEADS, GROUP, D, DP
+    )  # fmt: skip
 
 
 @jit
@@ -151,3 +164,102 @@ def prefill_kernel(
     )  # fmt: skip
     out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+
+
+@jit
+def _attend_tiles(
+    acc, total, best, q, table, keys, values, first, last, limit, head, scale,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, over whole tiles of N tokens within a page that the copy engine brings; `keys`, `values` are descriptors."""
+    page = tl.load(table + first // BLOCK)
+    for n in range(first, last, N):
+        row = (page * HEADS + head) * BLOCK + n % BLOCK
+        page = tl.load(table + (n + N) // BLOCK)  # one tile ahead, so that its latency hides behind this one
+        k = keys.load([row, 0])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            s = tl.where((n + tl.arange(0, N))[None, :] <= limit[:, None], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = values.load([row, 0])
+        if MASKED:  # what another request left behind may be no number, which even a weight of zero would pass on
+            v = tl.where((n + tl.arange(0, N) < last)[:, None], v, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = top
+    return acc, total, best
+
+
+@jit(do_not_specialize=["splits", "least"])
+def decode_tiles_kernel(
+    qkv, keys, values, tables, slots, positions, limit, partial, stats, arrived, out,
+    scale, qkv_stride, table_stride, splits, least,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`decode_kernel` for pages of a multiple of N tokens: keys and values are descriptors of [*, D] in tiles [N, D]."""
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if row >= tl.load(limit):
+        return
+    length = tl.load(positions + row) + 1
+    per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, least)
+    used = tl.cdiv(length, per)
+    if split >= used:
+        return
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    q_at = qkv + row.to(tl.int64) * qkv_stride + (head * GROUP + g[:, None]) * D + d[None, :]
+    q = tl.load(q_at, mask=g[:, None] < GROUP, other=0.0)
+    best = tl.full([16], -1e30, tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, D], tl.float32)
+    first = split * per
+    end = tl.minimum(first + per, length)
+    whole = first + (end - first) // N * N
+    limits = tl.zeros([16], tl.int32) + (end - 1)
+    acc, total, best = _attend_tiles(
+        acc, total, best, q, table, keys, values, first, whole, limits, head, scale, HEADS, BLOCK, N, False, PRECISION
+    )  # fmt: skip
+    if whole < end:
+        acc, total, best = _attend_tiles(
+            acc, total, best, q, table, keys, values, whole, end, limits, head, scale, HEADS, BLOCK, N, True, PRECISION
+        )  # fmt: skip
+    _finish_split(acc, total, best, partial, stats, arrived, out, row, head, split, splits, used, HEADS, GROUP, D, D)
+
+
+@jit
+def prefill_tiles_kernel(
+    qkv, keys, values, tables, blocks, count, out, scale, qkv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`prefill_kernel` for pages of a multiple of N tokens: keys and values are descriptors of [*, D] in tiles [N, D]."""
+    block, query = tl.program_id(1), tl.program_id(0)
+    if block >= tl.load(count):
+        return
+    slot = tl.load(blocks + block * 4)
+    position = tl.load(blocks + block * 4 + 1)
+    token = tl.load(blocks + block * 4 + 2)
+    rows = tl.load(blocks + block * 4 + 3)
+    head = query // GROUP
+    table = tables + slot.to(tl.int64) * table_stride
+    m = tl.arange(0, M)
+    d = tl.arange(0, D)
+    q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
+    q = tl.load(q_at, mask=m[:, None] < rows, other=0.0)
+    best = tl.full([M], -1e30, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    limit = position + m
+    seen = (position + 1) // N * N
+    acc, total, best = _attend_tiles(
+        acc, total, best, q, table, keys, values, 0, seen, limit, head, scale, HEADS, BLOCK, N, False, PRECISION
+    )  # fmt: skip
+    acc, total, best = _attend_tiles(
+        acc, total, best, q, table, keys, values, seen, position + rows, limit, head, scale, HEADS, BLOCK, N, True, PRECISION
+    )  # fmt: skip
+    out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=m[:, None] < rows)

@@ -4,7 +4,8 @@ Nothing here waits for the device or reads from it, so every method can be captu
 through symmetric memory, captured or not: there is one path, and no launch that blocks the host.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,21 @@ from slipstream.errors import ModelError
 from slipstream.layers.shard import Shard
 from slipstream.ops.interface import Attention
 from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
-from slipstream.ops.triton_attention import decode_kernel, prefill_kernel
+from slipstream.ops.triton_attention import (
+    decode_kernel,
+    decode_tiles_kernel,
+    prefill_kernel,
+    prefill_tiles_kernel,
+)
 from slipstream.ops.triton_kernel import cdiv, power, tl
 from slipstream.ops.triton_rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
-from slipstream.ops.triton_sum import sum_add_norm_kernel
+from slipstream.ops.triton_sum import meet_kernel, sum_add_norm_kernel
 
 LOG2E = 1.4426950408889634
 TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-PROGRAMS_WANTED = 1056  # decode attention's, so that long rows spread over all multiprocessors several times
-MOST_SPLITS = 32
+PREFILL_ROWS = 128  # tokens of a prompt in one program
+TILE = 64  # tokens of the cache that attention takes at a time
+MEETERS = 132  # rows up to which each row's program meets its peers by itself
 
 
 def row_warps(width: int) -> int:
@@ -63,9 +70,14 @@ class Scratch:
 
 
 def splits_of(rows: int, heads: int) -> tuple[int, int]:
-    """Into how many parts a decode row's cache may be cut, and the fewest tokens of a part."""
-    splits = max(1, min(MOST_SPLITS, cdiv(PROGRAMS_WANTED, rows * heads)))
-    return splits, 64 if splits == MOST_SPLITS else 128 if splits > 8 else 256
+    """Into how many parts a decode row's cache may be cut, and the fewest tokens of a part (measured: docs/gpu_log.md)."""
+    units = rows * heads
+    return max(1, min(32, cdiv(1056, units))), 128 if units <= 16 else 256 if units <= 64 else 512 if units <= 256 else 1024
+
+
+def tile_tokens(head_dim: int, itemsize: int) -> int:
+    """Tokens of a tile, so that a program's tiles fit in shared memory."""
+    return (TILE if itemsize == 2 else 32) // (1 if head_dim <= 128 else 2)
 
 
 @dataclass(eq=False)
@@ -81,6 +93,7 @@ class CudaStep:
     slots: Tensor  # int32 [T]
     tables: Tensor  # int32 [slots + 1, columns]
     caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
+    tiles: list[tuple[Any, Any]] | None  # the same caches as descriptors of tiles, where `tile_rows` allows
     scratch: Scratch
     block: int
     decode_rows: int
@@ -91,16 +104,6 @@ class CudaStep:
 
 
 @dataclass(eq=False)
-class PrefillShape:
-    """The tile of the prefill kernel."""
-
-    m: int = 128
-    n: int = 64
-    warps: int = 8
-    stages: int = 3
-
-
-@dataclass(eq=False)
 class CudaOps:
     """See `ops/interface.py` for what each method does; shapes are those of this rank."""
 
@@ -108,11 +111,11 @@ class CudaOps:
     device: torch.device
     shard: Shard
     symmetric: Symmetric
-    prefill: PrefillShape = field(default_factory=PrefillShape)
 
     def __post_init__(self) -> None:
         self.precision = "ieee" if self.dtype == torch.float32 else "tf32"
         self._turn = 0
+        self._side = torch.cuda.Stream(self.device)
 
     def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(self.tensor(tensor), None if bias is None else self.tensor(bias))
@@ -164,22 +167,51 @@ class CudaOps:
             qkv.stride(0), columns, q_norm.eps, HEADS=heads.keys, GROUP=group, GP=power(group + 2), D=d, HALF=power(d // 2),
             BLOCK=step.block, NORM=spec.q_norm is not None, num_warps=4,
         )  # fmt: skip
-        shape = {"HEADS": heads.keys, "GROUP": group, "D": d, "DP": power(d), "BLOCK": step.block, "PRECISION": self.precision}
         scale = spec.scale * LOG2E
-        if step.decode_rows:
-            s = step.scratch
+        s, n = step.scratch, tile_tokens(d, self.dtype.itemsize)
+        sizes = (scale, qkv.stride(0), columns)
+        shape = {"HEADS": heads.keys, "GROUP": group, "D": d, "BLOCK": step.block, "N": n, "PRECISION": self.precision}
+        decode, prefill, stages = decode_tiles_kernel, prefill_tiles_kernel, (2, 4)
+        if step.tiles:
+            keys, values = step.tiles[spec.layer]
+        else:
+            shape["DP"] = power(d)
+            decode, prefill, stages = decode_kernel, prefill_kernel, (3, 5) if n == TILE else (2, 2)
+
+        def decode_part() -> None:
             splits, least = splits_of(step.decode_rows, heads.keys)
-            decode_kernel[(step.decode_rows, heads.keys, splits)](
+            decode[(step.decode_rows, heads.keys, splits)](
                 qkv, keys, values, step.tables, step.slots, step.positions, step.decodes, s.partial, s.stats, s.arrived, out,
-                scale, qkv.stride(0), columns, splits, least, N=64, num_warps=4, num_stages=3, **shape,
+                *sizes, splits, least, num_warps=4, num_stages=stages[0], **shape,
             )  # fmt: skip
-        if step.prefill_blocks:
-            p = self.prefill
-            prefill_kernel[(heads.queries, step.prefill_blocks)](
-                qkv, keys, values, step.tables, step.blocks, step.block_count, out, scale, qkv.stride(0), columns,
-                M=p.m, N=p.n, num_warps=p.warps, num_stages=p.stages, **shape,
-            )  # fmt: skip
+
+        if not step.prefill_blocks:
+            decode_part()
+            return out
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):  # decode rows wait for memory, prompt rows for arithmetic
+            decode_part()
+        prefill[(heads.queries, step.prefill_blocks)](
+            qkv, keys, values, step.tables, step.blocks, step.block_count, out, *sizes, M=PREFILL_ROWS, num_warps=8,
+            num_stages=stages[1], **shape,
+        )  # fmt: skip
+        torch.cuda.current_stream().wait_stream(self._side)
         return out
+
+    def tile_caches(self, caches: list[tuple[Tensor, Tensor]], block: int) -> list[tuple[Any, Any]] | None:
+        """Descriptors of the caches in tiles [TILE, head_dim] that the copy engine brings, or None where kernels use addresses.
+
+        Tiles need pages of a multiple of TILE tokens, 16-bit numbers, heads of 64 or 128 and a Hopper GPU.
+        """
+        if not caches or block % TILE or self.dtype.itemsize != 2 or torch.cuda.get_device_capability(self.device)[0] < 9:
+            return None
+        from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
+
+        d = caches[0][0].shape[-1]
+        if d not in (64, 128) or not caches[0][0].numel():
+            return None
+        describe = lambda c: TensorDescriptor.from_tensor(c.view(-1, d), [TILE, d])
+        return [(describe(k), describe(v)) for k, v in caches]
 
     def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
         both = weight.apply(x)
@@ -199,7 +231,7 @@ class CudaOps:
             )  # fmt: skip
             return residual, out
         buffer, self._turn = self._turn, 1 - self._turn
-        weight.apply(x, out=self.symmetric.sums[buffer].local[: x.shape[0]])
+        weight.apply(x, self.symmetric.sums[buffer].local[: x.shape[0]])
         self._sum(buffer, residual, norm, out)
         return residual, out
 
@@ -213,10 +245,20 @@ class CudaOps:
         rows, hidden = out.shape
         s = self.symmetric
         weight, eps = (norm.weight, norm.eps) if norm else (out, 0.0)
-        sum_add_norm_kernel[(min(rows, PROGRAMS),)](
+        many = rows > MEETERS
+        if many:
+            self.meet()
+        sum_add_norm_kernel[(rows,)](
             s.sums[buffer].addresses, s.flags.addresses, s.counts, s.fault, residual, weight, out, s.rank, rows, eps, FAULT_NS,
-            H=hidden, HP=power(hidden), WORLD=s.size, PROGRAMS=PROGRAMS, MODE=1 if norm else 0, DTYPE=TRITON_TYPE[self.dtype],
-            num_warps=row_warps(hidden),
+            H=hidden, HP=power(hidden), WORLD=s.size, PROGRAMS=PROGRAMS, NORM=norm is not None, MEET=not many,
+            DTYPE=TRITON_TYPE[self.dtype], num_warps=max(1, row_warps(hidden) // (2 if many else 1)),
+        )  # fmt: skip
+
+    def meet(self) -> None:
+        """Waits, on the device, until all ranks have come here."""
+        s = self.symmetric
+        meet_kernel[(1,)](
+            s.flags.addresses, s.counts, s.fault, s.rank, FAULT_NS, WORLD=s.size, PROGRAMS=PROGRAMS, num_warps=1
         )  # fmt: skip
 
     def scratch(self, most_rows: int, heads: int, head_dim: int) -> Scratch:

@@ -108,7 +108,7 @@ def exchange_kernel(
             tl.store(there, best.to(tl.int32, bitcast=True))
             tl.store(there + 1, id)
         tl.debug_barrier()
-        meet(flags, counts, fault, rank, bound, row, WORLD, PROGRAMS)
+        meet(flags, counts, fault, rank, bound, row, WORLD, PROGRAMS, True)
         best = -float("inf")
         id = -1
         own = tl.load(pairs + rank)

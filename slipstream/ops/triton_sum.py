@@ -2,10 +2,10 @@
 """Sums over the ranks' symmetric memory, joined with what follows them, and the meeting of ranks that they need.
 
 Each program of a kernel meets the program of the same index on every other rank: it writes its count of meetings into their
-flags and waits until theirs have reached it. What the kernels before wrote is then visible, since a rank's kernels run one
-after another. The data buffers alternate, so that no second meeting is needed after reading: who has passed meeting n knows that all
-have left n - 1.
-A wait is bounded; past its bound it writes the fault word and every later wait passes at once, so peers of a dead rank end.
+flags and waits until theirs have reached it. What the kernels before wrote is then visible, since a rank's kernels run one by
+one. The data buffers alternate, so that no second meeting is needed after reading: who has passed meeting n knows that all
+have left n - 1. A wait is bounded; past its bound it writes the fault word and every later wait passes at once, so peers of a
+dead rank end.
 """
 
 from slipstream.ops.triton_kernel import jit, tl
@@ -19,17 +19,28 @@ def _now():
 
 
 @jit
-def _tell(address, value):
-    """Releases this program's (and its predecessors') writes to the whole system, by one thread."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p; .reg .u32 t;
-        mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-        @p st.release.sys.global.u32 [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _tell(address, value, RELEASE: tl.constexpr):
+    """Writes a flag by one thread; with RELEASE everything that this program wrote before is visible to who reads it."""
+    if RELEASE:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            @p st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred p; .reg .u32 t;
+            mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+            @p st.relaxed.sys.global.u32 [$1], $2;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit
@@ -40,20 +51,23 @@ def _look(address):
 
 
 @jit
-def meet(flags, counts, fault, rank, bound, index, WORLD: tl.constexpr, PROGRAMS: tl.constexpr):
+def meet(
+    flags, counts, fault, rank, bound, index, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, RELEASE: tl.constexpr
+):  # fmt: skip
     """Meets the program `index` of all ranks. flags int64 [WORLD]: addresses of the ranks' flags int32 [WORLD, PROGRAMS].
 
     counts int32 [PROGRAMS] are this rank's meetings so far; `bound` nanoseconds are waited at most, none once `fault` is set.
+    What earlier kernels wrote is complete when this one runs; RELEASE is for what this program itself has written.
     """
     count = tl.load(counts + index) + 1
+    own = tl.load(flags + rank)
+    broken = tl.load(fault, volatile=True)
     tl.debug_barrier()
-    tl.store(counts + index, count)
     for r in tl.static_range(WORLD):
         if r != rank:
             theirs = tl.load(flags + r) + (rank * PROGRAMS + index) * 4
-            _tell(theirs, count)
-    own = tl.load(flags + rank)
-    broken = tl.load(fault, volatile=True)
+            _tell(theirs, count, RELEASE)
+    tl.store(counts + index, count)
     start = _now()
     for r in tl.static_range(WORLD):
         if r != rank:
@@ -70,34 +84,36 @@ def meet(flags, counts, fault, rank, bound, index, WORLD: tl.constexpr, PROGRAMS
 @jit(do_not_specialize=["rank", "rows"])
 def sum_add_norm_kernel(
     buffers, flags, counts, fault, residual, weight, out, rank, rows, eps, bound,
-    H: tl.constexpr, HP: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, MEET: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Sums `rows` rows of H over the ranks' buffers (addresses int64 [WORLD]), in rank order on every rank.
+    """One row of H: its sum over the ranks' buffers (addresses int64 [WORLD]), added in rank order on every rank.
 
-    MODE 0: out = sum. MODE 1: residual += sum; out = RMSNorm(residual). Program i takes rows i, i + programs, ...
+    With NORM, residual += sum and out = RMSNorm(residual); else out = sum. MEET: the ranks meet in each program; without it a
+    meeting has gone before (many programs' meetings cost more than one kernel's start).
     """
-    program = tl.program_id(0)
-    meet(flags, counts, fault, rank, bound, program, WORLD, PROGRAMS)
+    row = tl.program_id(0)
     h = tl.arange(0, HP)
     inside = h < H
-    if MODE == 1:
+    at = row.to(tl.int64) * H + h
+    if NORM:
         w = tl.load(weight + h, mask=inside, other=0.0).to(tl.float32)
-    for row in range(program, rows, tl.num_programs(0)):
-        at = row.to(tl.int64) * H + h
-        acc = tl.zeros([HP], tl.float32)
-        for r in tl.static_range(WORLD):
-            part = tl.load(buffers + r).to(tl.pointer_type(DTYPE))
-            acc += tl.load(part + at, mask=inside, other=0.0).to(tl.float32)
-        if MODE == 0:
-            tl.store(out + at, acc.to(DTYPE), mask=inside)
-        else:
-            old = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-            new = (acc.to(DTYPE).to(tl.float32) + old).to(DTYPE)
-            tl.store(residual + at, new, mask=inside)
-            tl.store(out + at, norm_row(new.to(tl.float32), w, eps, H, DTYPE), mask=inside)
+        old = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    if MEET:
+        meet(flags, counts, fault, rank, bound, row, WORLD, PROGRAMS, False)
+    acc = tl.zeros([HP], tl.float32)
+    for r in tl.static_range(WORLD):
+        part = tl.load(buffers + r).to(tl.pointer_type(DTYPE))
+        acc += tl.load(part + at, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        new = (acc.to(DTYPE).to(tl.float32) + old).to(DTYPE)
+        tl.store(residual + at, new, mask=inside)
+        tl.store(out + at, norm_row(new.to(tl.float32), w, eps, H, DTYPE), mask=inside)
+    else:
+        tl.store(out + at, acc.to(DTYPE), mask=inside)
 
 
 @jit(do_not_specialize=["rank"])
 def meet_kernel(flags, counts, fault, rank, bound, WORLD: tl.constexpr, PROGRAMS: tl.constexpr):
     """A meeting and nothing else."""
-    meet(flags, counts, fault, rank, bound, tl.program_id(0), WORLD, PROGRAMS)
+    meet(flags, counts, fault, rank, bound, tl.program_id(0), WORLD, PROGRAMS, True)
