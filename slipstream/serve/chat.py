@@ -1,0 +1,21 @@
+"""From a conversation's body to a plan and a prompt, with its tools and the model's reasoning; for every route that chats."""
+
+from slipstream.serve.bodies import ChatBody
+from slipstream.serve.dialect import Dialect
+from slipstream.serve.engine import Limits
+from slipstream.serve.params import Plan, make_plan
+from slipstream.serve.prompts import Prompt, chat_prompt
+from slipstream.serve.structured import Structure, of_schema
+from slipstream.serve.tools import choose
+from slipstream.weights.tokenizer import Tokenizer
+
+
+def plan_chat(body: ChatBody, dialect: Dialect, tokenizer: Tokenizer, limits: Limits) -> tuple[Plan, list[Prompt]]:
+    """Blocking, since templates may take their time. Raises BadRequest naming the field."""
+    choice = choose(body, dialect)
+    bound = None
+    if choice.schema is not None:  # what a schema cannot enforce is left to the model, unless a function says strict
+        strict = any(tool.function.strict for tool in body.tools or ())
+        bound = Structure(of_schema(choice.schema, "tools", lenient=not strict), "tools")
+    plan = make_plan(body, tokenizer, choice.reading, bound)
+    return plan, [chat_prompt(body, plan, tokenizer, limits, choice.tools, dialect)]

@@ -1,0 +1,105 @@
+"""What a request says of tools: checked, and turned into what is looked for and into the schema that bounds forced calls."""
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from slipstream.errors import BadRequest
+from slipstream.serve.bodies import ChatBody, NamedChoice
+from slipstream.serve.calls import FORMS
+from slipstream.serve.dialect import Dialect
+from slipstream.serve.reader import Reading
+
+MAX_TOOLS = 128
+
+
+class Choice(NamedTuple):
+    """`tools` go to the template; with a `schema`, the answer must be calls that fit it."""
+
+    tools: list[dict[str, Any]] | None
+    reading: Reading | None
+    schema: dict[str, Any] | None
+
+
+def choose(body: ChatBody, dialect: Dialect) -> Choice:
+    """Raises BadRequest naming the field."""
+    tools = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+    for tool in tools:  # what the client did not say is not there, rather than null
+        tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    _check(body)
+    choice = body.tool_choice if body.tool_choice is not None else "auto"
+    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    names = [t["function"]["name"] for t in tools]
+    if (named or choice == "required") and not tools:
+        raise BadRequest("tool_choice: needs tools", "tool_choice")
+    if named and named not in names:
+        raise BadRequest("tool_choice: names a function that is not among the tools", "tool_choice.function.name")
+    bound = (body.response_format or {}).get("type", "text") != "text" or body.structured_outputs is not None
+    if not tools or choice == "none":
+        # vLLM's way too: with "none" the model does not hear of tools; a bound answer begins with what binds it, not with reasoning
+        thinks = dialect.thinking != "none" and not bound
+        return Choice(None, Reading(dialect.thinking, keep=dialect.keep) if thinks else None, None)
+    if dialect.calls not in FORMS and choice == "auto":
+        why = "is switched off (--tool-call-parser none)" if dialect.calls == "none" else "has a form that is not known"
+        raise BadRequest(
+            f"tools: reading this model's tool calls {why}; start with --tool-call-parser hermes or llama3", "tools"
+        )
+    if bound:
+        raise BadRequest("tools: not together with response_format, except with tool_choice none", "tools")
+    parallel = body.parallel_tool_calls is not False
+    if choice == "auto":
+        return Choice(tools, Reading(dialect.thinking, dialect.calls, frozenset(names), parallel, dialect.keep), None)
+    key = FORMS[dialect.calls].key if dialect.calls in FORMS else "arguments"
+    wanted = [t["function"] for t in tools if named in (None, t["function"]["name"])]
+    schema = calls_schema(wanted, key, parallel and named is None)
+    return Choice(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), schema)
+
+
+def _check(body: ChatBody) -> None:
+    if len(body.tools or ()) > MAX_TOOLS:
+        raise BadRequest(f"tools: at most {MAX_TOOLS}", "tools")
+    seen = set()
+    for i, tool in enumerate(body.tools or ()):
+        where = f"tools[{i}].function"
+        if tool.function.name in seen:
+            raise BadRequest(f"{where}.name: stands twice", f"{where}.name")
+        seen.add(tool.function.name)
+        check_parameters(tool.function.parameters, f"{where}.parameters")
+
+
+def check_parameters(schema: dict[str, Any] | None, where: str) -> None:
+    """That it is a JSON schema of an object, as far as that can be seen without compiling it. Raises BadRequest."""
+    if not schema:
+        return
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if schema.get("type", "object") != "object":
+        raise BadRequest(f"{where}.type: must be object", where)
+    if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
+        raise BadRequest(f"{where}.properties: must be an object of schemas", where)
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise BadRequest(f"{where}.required: must be a list of names", where)
+
+
+def calls_schema(functions: list[dict[str, Any]], key: str, several: bool) -> dict[str, Any]:
+    """JSON schema of one call, or of a list of calls; each function's own schema stands under $defs, where its refs point."""
+    defs, calls = {}, []
+    for i, function in enumerate(functions):
+        own = function.get("parameters") or {"type": "object", "properties": {}}
+        defs[f"f{i}"] = _moved({"type": "object", **own}, f"#/$defs/f{i}")
+        properties = {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/f{i}"}}
+        calls.append({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {**({"type": "array", "items": one, "minItems": 1} if several else one), "$defs": defs}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """The schema with its references to itself pointing below `root`."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {k: _moved(v, root) for k, v in schema.items() if k not in ("$id", "$schema")}
+    ref = out.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        out["$ref"] = root + ref[1:]
+    return out
