@@ -87,6 +87,16 @@ class ServerConfig:
     served_model_name: str | None = option(None, "the name clients use (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health", secret=True)
     drain_timeout: float = option(30.0, "seconds that SIGTERM leaves running requests", least=0)
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto sees it in the chat template",
+        choices=("auto", "hermes", "llama3", "none"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model's reasoning is told from its answer; auto sees it in the chat template",
+        choices=("auto", "none", "deepseek_r1", "qwen3"),
+    )
     enable_debug: bool = option(False, "serve /debug/ranks and /debug/timeline")
     log_level: str = option("info", "verbosity", choices=("debug", "info", "warning", "error"))
 
