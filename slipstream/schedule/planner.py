@@ -57,7 +57,7 @@ class Planner:
     # --- what comes in
 
     def submit(self, request: Request, now: float) -> None:
-        self.queue.push(request, self.replica.prompt_keys(request), now)
+        self.queue.push(request, now)
         self._full_at = None
 
     def abort(self, id: int, kept: int) -> bool:
@@ -135,8 +135,10 @@ class Planner:
                 break
 
     def _admit(self, plan: Plan, room: int) -> None:
+        """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
         replica = self.replica
-        while len(self.queue) and replica.free_slots and not self.preempted:
+        joined = 0
+        while len(self.queue) and replica.free_slots and not self.preempted and joined < 2 * self.budget.cap:
             at = (replica.pages.available, len(replica.free_slots))
             if self._full_at is not None and at[0] <= self._full_at[0] and at[1] <= self._full_at[1]:
                 return
@@ -151,8 +153,9 @@ class Planner:
             plan.admitted.append(chosen.request)
             self.order[slot] = chosen.order
             self.slot_of[chosen.request.id] = slot
-            cached = self._seat(plan, slot, chosen.request, chosen.keys)
+            cached = self._seat(plan, slot, chosen.request, self._keys(chosen))
             plan.started.append((chosen.request.id, cached))
+            joined += chosen.request.prompt_len - cached + cached // 4
             self.counters.prefix_queries += chosen.request.prompt_len
             self.counters.prefix_hits += cached
 
@@ -161,9 +164,10 @@ class Planner:
         replica = self.replica
         head: Waiting | None = None
         for waiting in self.queue.first(LOOKAHEAD):
-            if self._computed_soon(waiting.keys[: (waiting.request.prompt_len - 1) // replica.limits.block]):
+            keys = self._keys(waiting)
+            if self._computed_soon(keys[: (waiting.request.prompt_len - 1) // replica.limits.block]):
                 continue
-            if self._fits(waiting.request, waiting.request.prompt_len, waiting.keys):
+            if self._fits(waiting.request, waiting.request.prompt_len, keys):
                 if head is not None:
                     head.passed += 1
                 return waiting
@@ -172,6 +176,12 @@ class Planner:
                 if head.passed >= BYPASSES:
                     return None
         return None
+
+    def _keys(self, waiting: Waiting) -> list[bytes]:
+        """The content keys of its prompt's pages, hashed when it is first looked at: a burst must not stop the loop."""
+        if waiting.keys is None:
+            waiting.keys = self.replica.prompt_keys(waiting.request)
+        return waiting.keys
 
     def _computed_soon(self, keys: list[bytes]) -> bool:
         """Whether a prompt that is being computed will soon hold the next page that this one misses."""

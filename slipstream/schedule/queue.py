@@ -15,11 +15,11 @@ AGEING = 10.0  # seconds of waiting that outweigh one level of priority
 
 @dataclass
 class Waiting:
-    """One waiting request with the content keys of its prompt's pages."""
+    """One waiting request."""
 
     request: Request
-    keys: list[bytes]
     order: tuple[float, int]
+    keys: list[bytes] | None = None  # content keys of its prompt's pages, once the planner has looked at it
     passed: int = 0  # how often a later one was admitted before it
 
 
@@ -30,7 +30,7 @@ class Queue:
     limit: int
     _heap: list[tuple[tuple[float, int], int]] = field(default_factory=lambda: [])
     _by_id: dict[int, Waiting] = field(default_factory=dict)
-    _ticket: itertools.count = field(default_factory=itertools.count)
+    _ticket: "itertools.count[int]" = field(default_factory=lambda: itertools.count())
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -39,8 +39,8 @@ class Queue:
     def full(self) -> bool:
         return len(self._by_id) >= self.limit
 
-    def push(self, request: Request, keys: list[bytes], now: float) -> Waiting:
-        waiting = Waiting(request, keys, (now + AGEING * request.priority, next(self._ticket)))
+    def push(self, request: Request, now: float) -> Waiting:
+        waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)))
         self._by_id[request.id] = waiting
         heapq.heappush(self._heap, (waiting.order, request.id))
         return waiting
@@ -68,5 +68,5 @@ class Queue:
 
     def copy(self) -> "Queue":
         other = Queue(self.limit, self._heap.copy(), {}, self._ticket)
-        other._by_id = {id: Waiting(w.request, w.keys, w.order, w.passed) for id, w in self._by_id.items()}
+        other._by_id = {id: Waiting(w.request, w.order, w.keys, w.passed) for id, w in self._by_id.items()}
         return other

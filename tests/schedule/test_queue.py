@@ -14,24 +14,24 @@ def ids(queue: Queue, count: int = 100) -> list[int]:
 def test_within_a_priority_the_first_come_is_the_first_served():
     queue = Queue(10)
     for id in (3, 1, 2):
-        queue.push(request(id, [1]), [], now=7.0)
+        queue.push(request(id, [1]), now=7.0)
     assert ids(queue) == [3, 1, 2]
 
 
 def test_a_smaller_priority_goes_first_until_the_other_has_aged():
     queue = Queue(10)
-    queue.push(request(1, [1], priority=1), [], now=0.0)
-    queue.push(request(2, [1], priority=0), [], now=AGEING - 0.1)
-    queue.push(request(3, [1], priority=0), [], now=AGEING + 0.1)
+    queue.push(request(1, [1], priority=1), now=0.0)
+    queue.push(request(2, [1], priority=0), now=AGEING - 0.1)
+    queue.push(request(3, [1], priority=0), now=AGEING + 0.1)
     assert ids(queue) == [2, 1, 3]
 
 
 def test_nothing_waits_for_ever_behind_later_and_more_urgent_work():
     queue = Queue(1000)
-    queue.push(request(0, [1], priority=5), [], now=0.0)
+    queue.push(request(0, [1], priority=5), now=0.0)
     served = []
     for i in range(1, 200):
-        queue.push(request(i, [1], priority=0), [], now=float(i))
+        queue.push(request(i, [1], priority=0), now=float(i))
         served.append(ids(queue, 1)[0])
         queue.remove(served[-1])
     assert served.index(0) <= 5 * AGEING + 1
@@ -43,7 +43,7 @@ def test_it_is_a_sorted_list_with_removal_by_id(calls: list[tuple[str, int, int]
     queue, model = Queue(1000), {}
     for at, (call, id, priority) in enumerate(calls):
         if call == "push" and id not in model:
-            queue.push(request(id, [1], priority=priority), [], now=float(at))
+            queue.push(request(id, [1], priority=priority), now=float(at))
             model[id] = at + AGEING * priority
         elif call == "remove":
             assert (queue.remove(id) is not None) == (model.pop(id, None) is not None)
@@ -54,17 +54,17 @@ def test_it_is_a_sorted_list_with_removal_by_id(calls: list[tuple[str, int, int]
 
 def test_a_removed_request_may_come_again_with_the_same_id():
     queue = Queue(10)
-    queue.push(request(1, [1]), [], now=0.0)
-    queue.push(request(2, [1]), [], now=1.0)
+    queue.push(request(1, [1]), now=0.0)
+    queue.push(request(2, [1]), now=1.0)
     queue.remove(1)
-    queue.push(request(1, [1]), [], now=2.0)
+    queue.push(request(1, [1]), now=2.0)
     assert ids(queue) == [2, 1]
 
 
 def test_what_was_removed_long_ago_takes_no_room():
     queue = Queue(10)
     for i in range(1000):
-        queue.push(request(i, [1]), [], now=float(i))
+        queue.push(request(i, [1]), now=float(i))
         if i >= 5:
             queue.remove(i - 5)
             queue.first(8)
