@@ -4,6 +4,7 @@ Pure arithmetic on plain integers: every rank computes every rank's part, so all
 half open, contiguous and in rank order; what does not divide evenly gives the first ranks one more.
 """
 
+import functools
 from dataclasses import dataclass
 
 
@@ -20,11 +21,11 @@ class Heads:
     kv_start: int
     kv_stop: int
 
-    @property
+    @functools.cached_property
     def queries(self) -> int:
         return self.q_stop - self.q_start
 
-    @property
+    @functools.cached_property
     def keys(self) -> int:
         return self.kv_stop - self.kv_start
 

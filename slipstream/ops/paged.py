@@ -113,22 +113,26 @@ def paged_attention(x: Tensor, spec: Attention, step: PagedStep) -> Tensor:
     cache = step.caches[spec.layer]
     cache.view(-1, 2 * keys, dim).index_copy_(0, step.write_at, x[:, queries:])
     if len(step.singles) == 1 and step.singles[0].rows is None:
-        return _attend_singles(x[:, :queries], spec, step.singles[0], cache)
+        return _attend_singles(x, spec, step.singles[0], cache)
     out = x.new_empty(x.shape[0], queries * dim)
     for group in step.singles:
         assert group.rows is not None
-        out.index_copy_(0, group.rows, _attend_singles(x[:, :queries].index_select(0, group.rows), spec, group, cache))
+        out.index_copy_(0, group.rows, _attend_singles(x.index_select(0, group.rows), spec, group, cache))
     for chunk in step.chunks:
         _attend_chunk(x[chunk.first : chunk.last], spec, chunk, cache, out[chunk.first : chunk.last])
     return out
 
 
-def _attend_singles(q: Tensor, spec: Attention, group: Singles, cache: Tensor) -> Tensor:
-    """The queries of one key head stand as rows of one attention, so keys need no expansion."""
+def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -> Tensor:
+    """The queries of one key head stand as rows of one attention, so keys need no expansion. x [n, any heads, head_dim]."""
     n, keys, dim = group.count, spec.heads.keys, spec.head_dim
-    past = cache.index_select(0, group.pages).view(n, -1, 2 * keys, dim).transpose(1, 2)
-    q = q.unflatten(1, (keys, -1))
-    out, _ = _flash(q, past[:, :keys], past[:, keys:], 0.0, False, attn_mask=group.mask, scale=spec.scale)
+    share, row = spec.heads.queries // keys, 2 * keys * dim
+    past = cache.index_select(0, group.pages)
+    length = past.shape[0] * past.shape[1] // n
+    size, stride = (n, keys, length, dim), (length * row, dim, row, 1)
+    q = x.as_strided((n, keys, share, dim), (x.stride(0), share * dim, dim, 1))
+    k, v = past.as_strided(size, stride), past.as_strided(size, stride, keys * dim)
+    out, _ = _flash(q, k, v, 0.0, False, attn_mask=group.mask, scale=spec.scale)
     return out.reshape(n, -1)
 
 
