@@ -70,9 +70,11 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
         return 0
     begin, _ = got
     assert isinstance(begin, Begin)
-    executor.start(begin.pages, begin.slots, begin.max_len, begin.host_pages)
-    board.set("beat_ns", time.monotonic_ns())
     compiler = Compiler(lambda: open_matchers(engine, setup.model_path))
+    compiler.open()
+    executor.start(begin.pages, begin.slots, begin.max_len, begin.host_pages)
+    compiler.wait_open()
+    board.set("beat_ns", time.monotonic_ns())
     parts = Parts(executor, control, board, compiler, spare_cores(setup.size))
     driver = build_driver(engine, setup, begin, parts, fds[2:])
     board.set("state", STATES.index("ready"))
@@ -83,7 +85,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
 
 def open_matchers(engine: config.EngineConfig, model_path: str) -> MakeMatcher:
     """What compiles grammars for this model's vocabulary."""
-    from slipstream.ops.grammar import open_maker  # on first use: it loads a tokenizer
+    from slipstream.ops.grammar import open_maker  # on the compiler's thread: it loads a tokenizer
 
     return open_maker(engine, model_path)
 

@@ -28,6 +28,18 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """What the answer must look like, as vLLM asks for it: one of the first five."""
+
+    json: dict[str, Any] | str | None = None  # a JSON schema
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None = None
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+
+
 class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both generating routes share."""
 
@@ -59,6 +71,7 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     # accepted, because nothing here could depend on them
     user: Any = None
     store: bool | None = None

@@ -10,6 +10,7 @@ from slipstream.errors import BadRequest, EngineDown
 from slipstream.rank.board import Board
 from slipstream.serve.engine import Engine
 from slipstream.serve.generation import Generation
+from slipstream.serve.grammar_check import GrammarCheck
 from slipstream.serve.logprobs import TokenNames
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.progress import Progress
@@ -30,6 +31,7 @@ class Front:
     board: Board | None = None
     tokenizer: Tokenizer | None = None
     names: TokenNames | None = None
+    grammars: GrammarCheck | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     slow_reader_seconds: float = SLOW_READER_SECONDS
     composite: "Composite | None" = None  # where the model is one of several components
@@ -43,6 +45,7 @@ class Front:
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         self.names = TokenNames(tokenizer)
+        self.grammars = GrammarCheck(tokenizer)
         self.tokenizer = tokenizer
 
     def ready_tokenizer(self) -> Tokenizer:

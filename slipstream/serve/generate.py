@@ -57,26 +57,29 @@ async def completions(http: HttpRequest) -> Response:
         plan = make_plan(body, tokenizer)
         return plan, completion_prompts(body, plan, tokenizer, limits)
 
-    plan, prompts = await prepare(size_of(body), work)
+    bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
+    plan, prompts = await prepare(None if bound else size_of(body), work)
     return await _answer(http, front, plan, prompts, CompletionForm, "cmpl-", born)
 
 
 def requests_of(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
     """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k)."""
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
-    out = []
+    grammar, out = plan.grammar, []
     for prompt in prompts:
         packed = prompt.ids.tobytes()
         for sampling in samplings:
             id = front.engine.next_id()
-            out.append((prompt, Request(id, packed, prompt.max_tokens, sampling, plan.priority, plan.salt)))
+            out.append((prompt, Request(id, packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)))
     return out
 
 
 async def _answer(
     http: HttpRequest, front: Front, plan: Plan, prompts: list[Prompt], shape: type[Form], prefix: str, born: float
 ) -> Response:
-    assert front.tokenizer is not None and front.names is not None
+    assert front.tokenizer is not None and front.names is not None and front.grammars is not None
+    if plan.structure is not None:
+        await front.grammars.check(plan.structure)
     generation = Generation(front.engine)
     answers = [
         Answer(i, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from slipstream.errors import BadRequest
 from slipstream.log.request import Sampling
+from slipstream.ops.grammar import Bound
 from slipstream.serve.bodies import ChatBody, CompletionBody, Generate
+from slipstream.serve.structured import Structure, structure_of
 from slipstream.weights.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1
@@ -24,6 +26,7 @@ class Plan:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
+    ignore_end: bool = False  # the model's end tokens do not end the answer
     end_ids: frozenset[int] = frozenset()  # the model's end tokens
     skip_special: bool = True
     stream: bool = False
@@ -36,6 +39,15 @@ class Plan:
     discard: bool = False  # max_tokens 0: one token is generated and not shown
     priority: int = 0
     salt: bytes = b""
+    structure: Structure | None = None  # what binds the answer
+
+    @property
+    def grammar(self) -> bytes:
+        """`Request.grammar`. The grammar holds ends back, and lets one through where nothing else may follow."""
+        if self.structure is None:
+            return b""
+        others = tuple(id for id in self.sampling.stop_ids if id not in self.end_ids)
+        return Bound(self.structure.text, self.min_tokens, others, self.ignore_end).encode()
 
     @property
     def plain_text(self) -> bool:
@@ -45,11 +57,6 @@ class Plan:
 
 def refuse_unsupported(body: Generate) -> None:
     """The one place that refuses what this version does not have yet."""
-    kind = (body.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        if kind not in ("json_object", "json_schema"):
-            raise BadRequest("response_format.type: expected text, json_object or json_schema", "response_format.type")
-        raise BadRequest(f"response_format: {kind} arrives with structured output; only text is supported", "response_format")
     if isinstance(body, ChatBody):
         if body.tools:
             raise BadRequest("tools: tool calls are not supported yet", "tools")
@@ -63,6 +70,7 @@ def refuse_unsupported(body: Generate) -> None:
 def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
     """Raises BadRequest naming the field; what depends on a prompt's length is checked with the prompt."""
     refuse_unsupported(body)
+    structure = structure_of(body)
     max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, param = body.max_tokens, "max_tokens"
@@ -84,7 +92,7 @@ def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
     options = body.stream_options
     end_ids = frozenset(tokenizer.eos_ids)
     return Plan(
-        sampling=_sampling(body, tokenizer, end_ids, logprobs, echo),
+        sampling=_sampling(body, tokenizer, end_ids, logprobs, echo, structure is not None),
         n=body.n or 1,
         max_tokens=max_tokens,
         max_tokens_param=param,
@@ -92,6 +100,7 @@ def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=min_tokens,
+        ignore_end=bool(body.ignore_eos),
         end_ids=end_ids,
         skip_special=body.skip_special_tokens is not False,
         stream=stream,
@@ -104,6 +113,7 @@ def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
         discard=max_tokens == 0,
         priority=body.priority or 0,
         salt=(body.cache_salt or "").encode(),
+        structure=structure,
     )
 
 
@@ -115,13 +125,16 @@ def _chat_logprobs(body: ChatBody) -> int:
     return body.top_logprobs or 0
 
 
-def _sampling(body: Generate, tokenizer: Tokenizer, end_ids: frozenset[int], logprobs: int, echo: bool) -> Sampling:
+def _sampling(
+    body: Generate, tokenizer: Tokenizer, end_ids: frozenset[int], logprobs: int, echo: bool, bound: bool
+) -> Sampling:
+    """bound: to a grammar, which then decides where the answer may end (`Plan.grammar`)."""
     vocab = tokenizer.vocab_size
     for i, id in enumerate(body.stop_token_ids or ()):
         if id >= vocab:
             raise BadRequest(f"stop_token_ids[{i}]: must be below {vocab}, the vocabulary's size", "stop_token_ids")
     stop_ids = set(body.stop_token_ids or ())
-    if not body.ignore_eos:
+    if bound or not body.ignore_eos:
         stop_ids |= end_ids
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     if echo:
@@ -142,7 +155,7 @@ def _sampling(body: Generate, tokenizer: Tokenizer, end_ids: frozenset[int], log
         repetition_penalty=number(body.repetition_penalty, 1.0),
         logit_bias=_logit_bias(body, vocab),
         bad_words=_bad_words(body, tokenizer),
-        min_tokens=body.min_tokens or 0,
+        min_tokens=0 if bound else body.min_tokens or 0,
         stop_ids=tuple(sorted(stop_ids)),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

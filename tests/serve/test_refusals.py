@@ -59,7 +59,6 @@ BAD = [
     (CHAT, {"prompt": "x"}, "prompt"),
     (CHAT, {"continue_final_message": True}, "continue_final_message"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
     (CHAT, {"response_format": {"type": "nonsense"}}, "response_format"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice"),
