@@ -190,7 +190,7 @@ class Leader(Rank):
 
     def think(self) -> Iterator[Effect]:
         """Writes entries as long as there is something to say and the device can take it."""
-        while self.late is None and not self.poisoned:
+        while self.launches_whole and not self.poisoned:
             depth = len(self.replica.flights)
             if depth >= self.depth or self.next - self.acknowledged > WINDOW:
                 return
@@ -207,6 +207,11 @@ class Leader(Rank):
             yield from self.write(plan)
             if plan.step is None:
                 return
+
+    @property
+    def launches_whole(self) -> bool:
+        """Whether no entry is launched in part only."""
+        return self.late is None
 
     def plan_at(self) -> float:
         """When the next step should be planned, seconds: late enough for newcomers, early enough to keep the device fed."""

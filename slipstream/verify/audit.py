@@ -1,6 +1,7 @@
 """What must hold in a replica at any time, and what must be left of a group when nobody asks it for anything."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from slipstream.log.replica import PREEMPTED, Replica
 from slipstream.rank.leader import Leader
@@ -8,8 +9,8 @@ from slipstream.rank.loop import Rank
 from slipstream.verify.memory import Violation
 
 
-def audit(replica: Replica) -> None:
-    """Each page is free, idle or referenced, as often as block tables name it; the index and its inverse agree."""
+def audit(replica: Replica, leases: Iterable[tuple[int, ...]] = ()) -> None:
+    """Each page is free, idle or referenced, as often as block tables and leases name it; the index and its inverse agree."""
     pages = replica.pages
     refs: Counter[int] = Counter()
     for slot in replica.requests:
@@ -17,10 +18,12 @@ def audit(replica: Replica) -> None:
         if replica.phase[slot] == PREEMPTED and held:
             raise Violation(f"slot {slot} is preempted and holds {held} pages")
         refs.update(replica.table[slot, :held].tolist())
+    for pages_of_lease in leases:
+        refs.update(pages_of_lease)
     wrong = [p for p in range(1, pages.total + 1) if pages.refs[p] != refs[p]]
     if wrong or 0 in refs:
         page = wrong[0] if wrong else 0
-        raise Violation(f"page {page} has {pages.refs[page]} references and stands in {refs[page]} tables")
+        raise Violation(f"page {page} has {pages.refs[page]} references and stands in {refs[page]} tables and leases")
     free, idle = set(pages.free), set(pages.idle)
     if len(free) != len(pages.free) or free & idle or (free | idle) & refs.keys():
         raise Violation("a page is free twice, or free and held")

@@ -232,7 +232,9 @@ class Run:
 def describe(entry: Entry) -> str:
     """One line of an entry."""
     parts = [f"{entry.seq} settles through {entry.settled_to}"]
-    parts += [f"{type(c).__name__.lower()}({', '.join(str(x) for x in c.__struct_fields__ and _values(c))})" for c in entry.commands]
+    parts += [
+        f"{type(c).__name__.lower()}({', '.join(str(x) for x in c.__struct_fields__ and _values(c))})" for c in entry.commands
+    ]
     if entry.step is not None:
         slots, starts, counts = entry.step.columns()
         rows = " ".join(f"{s}:[{a},{a + c})" for s, a, c in zip(slots, starts, counts, strict=True))

@@ -52,6 +52,4 @@ def candidates(s: Scenario) -> Iterator[Scenario]:
 
 def with_limit(request, most: int):
     """The request with another `max_tokens`."""
-    return type(request)(
-        request.id, request.prompt, most, request.sampling, request.priority, request.salt, request.grammar
-    )
+    return type(request)(request.id, request.prompt, most, request.sampling, request.priority, request.salt, request.grammar)
