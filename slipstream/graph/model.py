@@ -28,8 +28,8 @@ class Component:
 
     `step` is "package.module:callable"; called once in the group's process with the component's settings, it returns the step
     function (see `graph/work.py`). A "language_model" has no step: its group is served by the log. A "function" runs beside the
-    front end and must be quick. One that `closes` is stepped once more, without input, when its inputs end. `step_ms` is the
-    time of its longest step that cannot be split, on the machine it is meant for.
+    front end and must be quick. One that `closes` is stepped once more, without input, where its inputs end after its last
+    step. `step_ms` is the time of its longest step that cannot be split, on the machine it is meant for.
     """
 
     name: str

@@ -244,7 +244,7 @@ class Work:
             if chunk is not None:
                 inputs[port] = chunk
         last = all(c.exhausted for c in job.cutters.values())
-        job.closed = job.closed or (last and not job.again)
+        job.closed = job.closed or last
         job.busy, job.again = True, False
         return Row(job.request.id, job.request.plan.walk.name, job.request.params, inputs, job.branches, last, job)
 

@@ -89,7 +89,7 @@ class DecoderStep:
             slots = [s for i in stepping if (s := states[i].slot)]
             logits = self.decoder.forward([states[i].new for i in stepping], slots).numpy()
             for i, row_logits in zip(stepping, logits, strict=True):
-                results[i] = self._advance(states[i], row_logits)
+                results[i] = self._advance(states[i], row_logits, rows[i].last)
         return [r or Result(state=s) for r, s in zip(results, states, strict=True)]
 
     def _begin(self, row: Row, state: _State) -> Result | None:
@@ -141,7 +141,7 @@ class DecoderStep:
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode([t for t in tokens if t < self.ids.end])
 
-    def _advance(self, state: _State, logits: np.ndarray) -> Result:
+    def _advance(self, state: _State, logits: np.ndarray, last: bool) -> Result:
         window = state.window
         assert window and state.slot
         if not window.tokens and window.prompt[-1] == self.ids.start:
@@ -157,7 +157,7 @@ class DecoderStep:
             state.segments += window.segments(self._text)
             state.previous = [t for t in window.tokens if t < self.ids.end]
         state.window = state.slot = None
-        return Result({"text": piece}, state=state)
+        return Result({"text": piece, "segments": state.segments if last else None}, state=state)
 
     def _no_speech(self, logits: np.ndarray) -> float:
         """Its probability, from the logits after the start token."""
