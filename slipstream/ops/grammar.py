@@ -141,9 +141,10 @@ class GrammarMatcher:
         return allowed
 
     def _allowed(self) -> np.ndarray:
-        words = np.frombuffer(self._state.compute_bitmask(), "<u4")
-        if self._state.is_error():  # its mask then holds the end token
-            return np.zeros_like(words)
+        words = np.zeros(-(-self._width // 32), np.uint32)
+        found = np.frombuffer(self._state.compute_bitmask(), "<u4")[: len(words)]
+        if not self._state.is_error():  # its mask then holds the end token
+            words[: len(found)] = found
         return words
 
     def _held(self) -> list[int]:
@@ -166,7 +167,7 @@ class Maker:
             raise ValueError(NO_END)
         self._vocabulary = vocabulary
         source: Any = llguidance.TokenizerWrapper(_Source(vocabulary))
-        self._tokenizer = llguidance.LLTokenizer(source, vocabulary.width, vocabulary.end_ids)
+        self._tokenizer = llguidance.LLTokenizer(source, eos_token=vocabulary.end_ids)
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def __call__(self, grammar: bytes) -> GrammarMatcher:
