@@ -15,7 +15,6 @@ import msgspec
 from slipstream.errors import Diverged, EngineDown
 from slipstream.log.entries import FromFollower, ToFollower
 
-_U64 = struct.Struct("<Q")
 _LEN = struct.Struct("<I")
 _HEAD = 128  # bytes before the data: written at 0, read at 64, each alone on its cache line
 SKIP = 0xFFFFFFFF  # instead of a length: the rest of the ring is empty, go on at its start
@@ -27,6 +26,7 @@ class Ring:
     def __init__(self, memory: int, event: int):
         self.memory, self.event = memory, event
         self._map = mmap.mmap(memory, 0)
+        self._words = memoryview(self._map)[:_HEAD].cast("Q")  # one store each; struct would clear a word before it writes it
         self._size = len(self._map) - _HEAD
         self._at = 0  # own position, in bytes ever written or read
 
@@ -38,7 +38,7 @@ class Ring:
         return memory, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def _seen(self, offset: int) -> int:
-        return _U64.unpack_from(self._map, offset)[0]
+        return self._words[offset // 8]
 
     def put(self, message: bytes) -> bool:
         """Writes one message and wakes the reader; False when there is no room yet. ValueError if it can never fit."""
@@ -56,7 +56,7 @@ class Ring:
         _LEN.pack_into(self._map, _HEAD + at, len(message))
         self._map[_HEAD + at + 4 : _HEAD + at + 4 + len(message)] = message
         self._at += need
-        _U64.pack_into(self._map, 0, self._at)  # after the data: x86 and the interpreter's locks keep this order
+        self._words[0] = self._at  # after the data: x86 and the interpreter's locks keep this order
         os.eventfd_write(self.event, 1)
         return True
 
@@ -73,7 +73,7 @@ class Ring:
             length = _LEN.unpack_from(self._map, _HEAD)[0]
         message = self._map[_HEAD + at + 4 : _HEAD + at + 4 + length]
         self._at += (4 + length + 7) // 8 * 8
-        _U64.pack_into(self._map, 64, self._at)
+        self._words[64 // 8] = self._at
         return message
 
     def rest(self) -> None:
