@@ -138,7 +138,7 @@ class Planner:
         """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
         replica = self.replica
         joined = 0
-        while len(self.queue) and replica.free_slots and not self.preempted and joined < 2 * self.budget.cap:
+        while len(self.queue) and replica.free_slots and joined < 2 * self.budget.cap:
             at = (replica.pages.available, len(replica.free_slots))
             if self._full_at is not None and at[0] <= self._full_at[0] and at[1] <= self._full_at[1]:
                 return
@@ -146,7 +146,6 @@ class Planner:
                 return
             chosen = self._choose()
             if chosen is None:
-                self._full_at = at
                 return
             self.queue.remove(chosen.request.id)
             slot = replica.free_slots[-1]
@@ -160,12 +159,19 @@ class Planner:
             self.counters.prefix_hits += cached
 
     def _choose(self) -> Waiting | None:
-        """The first waiting request that fits, unless the head has been passed too often."""
-        replica = self.replica
+        """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
+
+        Who was preempted goes before all that come after it.
+        """
+        last = self.order[self.preempted[0]] if self.preempted else None
         head: Waiting | None = None
+        deferred = False
         for waiting in self.queue.first(LOOKAHEAD):
+            if last is not None and waiting.order > last:
+                return None
             keys = self._keys(waiting)
-            if self._computed_soon(keys[: (waiting.request.prompt_len - 1) // replica.limits.block]):
+            if self._computed_soon(waiting):
+                deferred = True
                 continue
             if self._fits(waiting.request, waiting.request.prompt_len, keys):
                 if head is not None:
@@ -174,7 +180,9 @@ class Planner:
             if head is None:
                 head = waiting
                 if head.passed >= BYPASSES:
-                    return None
+                    break
+        if not deferred:  # a page that is published, not one that is freed, lets those in
+            self._full_at = (self.replica.pages.available, len(self.replica.free_slots))
         return None
 
     def _keys(self, waiting: Waiting) -> list[bytes]:
@@ -183,20 +191,28 @@ class Planner:
             waiting.keys = self.replica.prompt_keys(waiting.request)
         return waiting.keys
 
-    def _computed_soon(self, keys: list[bytes]) -> bool:
-        """Whether a prompt that is being computed will soon hold the next page that this one misses."""
+    def _computed_soon(self, waiting: Waiting) -> bool:
+        """Whether a prompt that is being computed will soon hold pages that this one misses; it waits for the last of them.
+
+        Once found, asking again costs two look-ups.
+        """
         replica = self.replica
-        if not keys or not replica.prefilling:
+        if waiting.awaits is not None:
+            id, key = waiting.awaits
+            if self.slot_of.get(id) in replica.prefilling and key not in replica.pages.index:
+                return True
+            waiting.awaits = None
+        keys = self._keys(waiting)[: (waiting.request.prompt_len - 1) // replica.limits.block]
+        if not keys or not replica.prefilling or waiting.request.sampling.prompt_logprobs >= 0:
             return False
         missing = len(replica.pages.find(keys))
-        if missing >= len(keys):
-            return False
-        return any(
-            missing < len(own)
-            and own[missing] == keys[missing]
-            and (missing + 1) * replica.limits.block <= replica.target[slot]
-            for slot, own in ((s, replica.keys[s]) for s in replica.prefilling)
-        )
+        for slot in replica.prefilling:
+            own = replica.keys[slot][: int(replica.target[slot]) // replica.limits.block]
+            if missing < min(len(own), len(keys)) and own[missing] == keys[missing]:
+                common = next((i for i, (a, b) in enumerate(zip(own, keys, strict=False)) if a != b), min(len(own), len(keys)))
+                waiting.awaits = (int(replica.ids[slot]), keys[common - 1])
+                return True
+        return False
 
     def _fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
         """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""

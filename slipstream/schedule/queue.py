@@ -6,7 +6,7 @@ the first come is the first served, and nothing waits for ever behind later, mor
 
 import heapq
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slipstream.log.request import Request
 
@@ -21,6 +21,7 @@ class Waiting:
     order: tuple[float, int]
     keys: list[bytes] | None = None  # content keys of its prompt's pages, once the planner has looked at it
     passed: int = 0  # how often a later one was admitted before it
+    awaits: tuple[int, bytes] | None = None  # (request that computes a common beginning, key of its last page)
 
 
 @dataclass
@@ -68,5 +69,5 @@ class Queue:
 
     def copy(self) -> "Queue":
         other = Queue(self.limit, self._heap.copy(), {}, self._ticket)
-        other._by_id = {id: Waiting(w.request, w.order, w.keys, w.passed) for id, w in self._by_id.items()}
+        other._by_id = {id: replace(w) for id, w in self._by_id.items()}
         return other

@@ -46,6 +46,55 @@ def test_ff26_many_requests_with_one_prefix_compute_it_once(asynchronous: bool):
 
 
 @BOTH
+def test_who_waits_for_a_common_beginning_joins_when_it_is_computed_and_not_when_its_owner_ends(asynchronous: bool):
+    group = ToyGroup(asynchronous=asynchronous, cap=64, pages=200, slots=16, max_len=512)
+    group.submit(request(1, [*[7] * 200, 1], 200), request(2, [*[7] * 200, 2], 20))
+    for _ in range(8):
+        group.turn()
+    assert group.tokens[2] and group.cached[2] == 200
+    group.run()
+    group.assert_right()
+
+
+@BOTH
+def test_who_waits_for_a_common_beginning_computes_it_when_its_owner_is_gone(asynchronous: bool):
+    group = ToyGroup(asynchronous=asynchronous, cap=64, pages=300, slots=16, max_len=512)
+    group.submit(request(3, [9], 300), request(1, [*[7] * 200, 1], 200), request(2, [*[7] * 200, 2], 20))
+    group.turn()
+    group.abort(1)
+    for _ in range(10):
+        group.turn()
+    assert group.tokens[2]
+    group.run()
+    group.assert_right()
+
+
+@BOTH
+def test_prompt_log_probabilities_wait_for_nobodys_beginning(asynchronous: bool):
+    group = ToyGroup(asynchronous=asynchronous, cap=32, pages=200, slots=16, max_len=512)
+    group.submit(request(1, [*[7] * 300, 1], 20), request(2, [*[7] * 200, 2], 20, prompt_logprobs=1))
+    group.turn()
+    assert [c.id for c in commands(group, Admit)] == [1, 2]
+    group.run()
+    group.assert_right()
+
+
+@BOTH
+def test_urgent_work_does_not_wait_behind_what_was_preempted_and_equals_do(asynchronous: bool):
+    group = ToyGroup(asynchronous=asynchronous, pages=16, slots=8, cap=64)
+    group.submit(*(request(i, [i] * 20, 24, priority=5) for i in (1, 2)))
+    while not commands(group, Preempt):
+        group.turn()
+    victim = commands(group, Preempt)[0].slot
+    group.submit(request(10, [1], 2, priority=0), request(11, [2], 2, priority=5))
+    group.run()
+    order = [c.id for c in commands(group, Admit)]
+    back = max(i for i, c in enumerate(commands(group, Admit)) if c.slot == victim and c.id < 4)
+    assert order.index(10) < back < order.index(11)
+    group.assert_right()
+
+
+@BOTH
 def test_ff26_many_requests_with_one_prefix_all_decode_under_page_shortage(asynchronous: bool):
     group = ToyGroup(asynchronous=asynchronous, pages=30, slots=32, cap=64)
     group.submit(*(request(i, [*[7] * 60, i + 10], 12) for i in range(32)))
