@@ -45,14 +45,6 @@ class Shard:
         """This rank's heads. `queries` must be a multiple of `keys` (as in every grouped-query model)."""
         return split_heads(queries, keys, self.size)[self.rank]
 
-    def balanced(self, total: int, other: list[int], unit: int, granule: int = 16) -> tuple[int, int]:
-        """This rank's [start, stop) of `total` columns that weigh `unit` each, so that all ranks weigh alike.
-
-        `other[r]` is what rank r holds beside; where it is the same for all, the split is even. Boundaries are multiples of
-        `granule` where `total` is one.
-        """
-        return split_balanced(total, other, unit, granule)[self.rank]
-
 
 def split_evenly(total: int, size: int) -> list[tuple[int, int]]:
     base, more = divmod(total, size)
@@ -75,30 +67,3 @@ def split_heads(queries: int, keys: int, size: int) -> list[Heads]:
             held = 1 if b > a else 0
             out.append(Heads(key * group + a, key * group + b, key, key + held))
     return out
-
-
-def split_balanced(total: int, other: list[int], unit: int, granule: int = 16) -> list[tuple[int, int]]:
-    size = len(other)
-    if len(set(other)) == 1:
-        if total % (granule * size) == 0 or total % granule:
-            return split_evenly(total, size)
-        return [(a * granule, b * granule) for a, b in split_evenly(total // granule, size)]
-    if total % granule:
-        granule = 1
-    share = _water_level([o / unit for o in other], total)
-    bounds, sum = [0], 0.0
-    for s in share:
-        sum += s
-        bounds.append(round(sum / granule) * granule)
-    bounds[-1] = total
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
-
-
-def _water_level(filled: list[float], total: float) -> list[float]:
-    """Pours `total` over vessels filled so far that those which get any stand equally high; what each one gets."""
-    active = sorted(range(len(filled)), key=lambda r: (filled[r], r))
-    while True:
-        level = (total + sum(filled[r] for r in active)) / len(active)
-        if filled[active[-1]] <= level:
-            return [max(0.0, level - f) if r in active else 0.0 for r, f in enumerate(filled)]
-        active.pop()

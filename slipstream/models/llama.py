@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.layers.rotary import rotary_table
-from slipstream.layers.shard import Heads, Shard, split_heads
+from slipstream.layers.shard import Heads
 from slipstream.ops.interface import Attention, Ops, Step
 
 Part = tuple[int, int]  # [start, stop)
@@ -60,11 +60,6 @@ class DenseConfig:
             output_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
         )
-
-    def mlp_columns(self, shard: Shard) -> tuple[int, int]:
-        """This rank's MLP columns: ranks with fewer heads take more of them, so that all read about as many bytes a step."""
-        other = [(2 * h.queries + 2 * h.keys) * self.head_dim for h in split_heads(self.queries, self.keys, shard.size)]
-        return shard.balanced(self.intermediate, other, unit=3)
 
 
 def refuse_sliding_window(config: dict) -> None:
@@ -162,7 +157,8 @@ class Llama:
         c, ops, prefix = self.config, self.ops, f"model.layers.{i}."
         d = c.head_dim
         q_norm, k_norm = self.qk_norms(prefix + "self_attn.")
-        mlp = c.mlp_columns(ops.shard)
+        # even though ranks may hold unequal heads: they meet after each half of a layer, so each half is balanced by itself
+        mlp = ops.shard.even(c.intermediate)
         q = (heads.q_start * d, heads.q_stop * d)
         return Layer(
             norm=self.norm_weight(prefix + "input_layernorm.weight", c.hidden),

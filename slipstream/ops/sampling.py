@@ -4,8 +4,8 @@ The order is vLLM's: bad words, min_tokens, logit_bias, penalties, temperature, 
 probabilities are of the raw logits, before all of these.
 
 The draw is Gumbel-max: the token is argmax over ids of logits / temperature + gumbel, where the noise of an id depends on
-(seed, choice, position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks and
-in any mode. The noise is exactly this, in arithmetic modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
+(seed, choice, position, id) and on nothing else, so a seed gives the same tokens alone, in any batch, on any number of ranks
+and in any mode. The noise is exactly this, modulo 2^32 (2^64 for `mix`), so that a kernel can compute the same bits:
 
     mix(x):   x += 0x9E3779B97F4A7C15; x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9; x = (x ^ x >> 27) * 0x94D049BB133111EB;
               x ^ x >> 31                                                              (SplitMix64's output function)

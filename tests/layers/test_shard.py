@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.layers.shard import Heads, Shard, split_balanced, split_evenly, split_heads
+from slipstream.layers.shard import Heads, Shard, split_evenly, split_heads
 
 
 def test_nine_query_and_three_key_heads_go_on_two_three_and_four_ranks():
@@ -34,20 +34,3 @@ def test_an_even_split_covers_everything_and_differs_by_one_at_most():
             sizes = [b - a for a, b in parts]
             assert max(sizes) - min(sizes) <= 1
     assert Shard(1, 3).even(10) == (4, 7)
-
-
-def test_a_rank_with_fewer_heads_takes_more_columns():
-    other = [(2 * h.queries + 2 * h.keys) * 64 for h in split_heads(9, 3, 2)]
-    parts = split_balanced(1536, other, unit=3)
-    weights = [o + 3 * (b - a) for o, (a, b) in zip(other, parts, strict=True)]
-    assert parts[0][0] == 0 and parts[-1][1] == 1536 and parts[0][1] % 16 == 0
-    assert abs(weights[0] - weights[1]) <= 3 * 32
-
-
-@pytest.mark.parametrize("total, other", [(200, [5, 5]), (201, [900, 30, 30]), (64, [10**6, 0, 0, 0]), (12288, [7, 7])])
-def test_a_balanced_split_covers_everything(total, other):
-    parts = split_balanced(total, other, unit=3)
-    assert parts[0][0] == 0 and parts[-1][1] == total
-    assert all(a[1] == b[0] and a[1] >= a[0] for a, b in zip(parts, parts[1:], strict=False))
-    if len(set(other)) == 1 and total % 32 == 0:
-        assert len({b - a for a, b in parts}) == 1
