@@ -22,8 +22,6 @@ SPAN = np.dtype(
     [("start", "<i8"), ("end", "<i8"), ("entry", "<i8"), ("phase", "<i4"), ("collective", "<i4"), ("digest", "<u8")]
 )
 _SPAN = struct.Struct("<qqqiiQ")
-_WORD = struct.Struct("<q")
-_DIGEST = struct.Struct("<Q")
 
 # int64 words of a rank's block, by name
 WORDS = (
@@ -75,6 +73,7 @@ class Board:
     def __init__(self, fd: int):
         self.fd = fd
         self._map = mmap.mmap(fd, 0)
+        self._words = memoryview(self._map).cast("q")  # one load or store each; struct clears a word before it writes it
         self.blocks = len(self._map) // _BLOCK
 
     @classmethod
@@ -91,10 +90,10 @@ class Board:
         keep = (self._word(block, "loop_spans"), self._word(block, "device_spans"))
         self._map[block * _BLOCK : block * _BLOCK + 8 * len(WORDS)] = bytes(8 * len(WORDS))
         for name, value in zip(("loop_spans", "device_spans"), keep, strict=True):
-            _WORD.pack_into(self._map, block * _BLOCK + _OFFSET[name], value)
+            self._words[(block * _BLOCK + _OFFSET[name]) // 8] = value
 
     def _word(self, block: int, name: str) -> int:
-        return _WORD.unpack_from(self._map, block * _BLOCK + _OFFSET[name])[0]
+        return self._words[(block * _BLOCK + _OFFSET[name]) // 8]
 
     def state(self, block: int) -> RankState:
         w = {name: self._word(block, name) for name in WORDS}
@@ -141,27 +140,28 @@ class BoardWriter:
 
     def __init__(self, memory: mmap.mmap, base: int):
         self._map = memory
+        self._words = memoryview(memory)[base : base + 8 * len(WORDS)].cast("q")
         self._base = base
         self._loop = self._read("loop_spans")
         self._device = self._read("device_spans")
 
     def _read(self, name: str) -> int:
-        return _WORD.unpack_from(self._map, self._base + _OFFSET[name])[0]
+        return self._words[_OFFSET[name] // 8]
 
     def set(self, name: str, value: int) -> None:
-        _WORD.pack_into(self._map, self._base + _OFFSET[name], value)
+        self._words[_OFFSET[name] // 8] = value
 
     def set_digest(self, value: int) -> None:
-        _DIGEST.pack_into(self._map, self._base + _OFFSET["digest"], value)
+        self.set("digest", value - (1 << 64) if value >= 1 << 63 else value)
 
     def span(self, phase: int, start: int, end: int, entry: int, digest: int = 0) -> None:
         at = self._base + _HEAD + (self._loop & (RING - 1)) * SPAN.itemsize
         _SPAN.pack_into(self._map, at, start, end, entry, phase, 0, digest)
         self._loop += 1
-        _WORD.pack_into(self._map, self._base + _OFFSET["loop_spans"], self._loop)
+        self.set("loop_spans", self._loop)
 
     def device_span(self, start: int, end: int, entry: int, collective: int = 0) -> None:
         at = self._base + _HEAD + (RING + (self._device & (RING - 1))) * SPAN.itemsize
         _SPAN.pack_into(self._map, at, start, end, entry, PHASE_ID["device"], collective, 0)
         self._device += 1
-        _WORD.pack_into(self._map, self._base + _OFFSET["device_spans"], self._device)
+        self.set("device_spans", self._device)
