@@ -248,10 +248,12 @@ class CudaOps:
         many = rows > MEETERS
         if many:
             self.meet()
+        most = row_warps(hidden)
+        warps = most if many else max(1, most // (2 if rows <= 64 else 4))
         sum_add_norm_kernel[(rows,)](
             s.sums[buffer].addresses, s.flags.addresses, s.counts, s.fault, residual, weight, out, s.rank, rows, eps, FAULT_NS,
             H=hidden, HP=power(hidden), WORLD=s.size, PROGRAMS=PROGRAMS, NORM=norm is not None, MEET=not many,
-            DTYPE=TRITON_TYPE[self.dtype], num_warps=max(1, row_warps(hidden) // (2 if many else 1)),
+            DTYPE=TRITON_TYPE[self.dtype], num_warps=warps,
         )  # fmt: skip
 
     def meet(self) -> None:

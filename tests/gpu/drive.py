@@ -290,7 +290,7 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
         max_num_seqs=128,
         max_num_batched_tokens=2048,
         max_model_len=32768,
-        block_size=int(os.environ.get("BLOCK", 16)),
+        block_size=int(os.environ.get("BLOCK", 64)),
     )
     executor, capacity = open_executor("cuda", config, path, rank, size, fd)
     torch.cuda.synchronize()
