@@ -17,6 +17,7 @@ from slipstream.ops.collective import Collective
 from slipstream.ops.sampling import adjust, best_of, choose, draw_key, gumbel, noise_bits, token_logprobs, unpack_mask
 
 NO_TOKEN = "no token is allowed here"
+DEAD_END = "the grammar allows no token here"  # and, with other parameters that forbid tokens, none that they allow
 NOT_FINITE = "the model's logits are not finite"
 _GATHER_ROWS = 64  # rows of whole logits that are held at once
 
@@ -34,6 +35,11 @@ class SampleRow:
     @property
     def plain(self) -> bool:
         return self.sampling.plain
+
+
+def nothing_allowed(row: SampleRow) -> str:
+    """The error of a row in which every token is forbidden."""
+    return NO_TOKEN if row.mask is None else DEAD_END
 
 
 @dataclass(eq=False)
@@ -96,7 +102,7 @@ class Sampler:
             if np.isfinite(best[i]):
                 out.tokens[at] = ids[i]
             else:
-                out.errors[at] = NO_TOKEN if best[i] == -np.inf else NOT_FINITE
+                out.errors[at] = nothing_allowed(rows[at]) if best[i] == -np.inf else NOT_FINITE
 
     def _best_of_ranks(self, best: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         pairs = np.stack([best.astype(np.float64), ids.astype(np.float64)])
@@ -139,7 +145,7 @@ class Sampler:
         adjust(logits, s, row.tokens, row.prompt_len)
         token = choose(logits, s, len(row.tokens))
         if token < 0:
-            return _Result(at, -1, NOT_FINITE if logits.isnan().any() else NO_TOKEN, None)
+            return _Result(at, -1, NOT_FINITE if logits.isnan().any() else nothing_allowed(row), None)
         found = token_logprobs(raw[None], [token], [s.logprobs])[0] if s.logprobs >= 0 else None
         return _Result(at, token, "", found)
 
