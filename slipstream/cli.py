@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "trace": ("slipstream.commands.trace", "write the ranks' last seconds as a trace and a picture"),
     "top": ("slipstream.commands.top", "watch a server's ranks, queue, pages and latencies"),
     "doctor": ("slipstream.commands.doctor", "say why it is slow or does not start"),
+    "plan": ("slipstream.commands.plan", "print and draw where the parts of a composite model run"),
     "env": ("slipstream.commands.env", "show versions and devices, and what is missing"),
 }
 

@@ -20,6 +20,10 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 if every request went well (and the comparison held), else 1."""
     if args.workload == "parity":
         return parity_run.run(args)
+    if args.workload == "voice":
+        from slipstream.bench import voice
+
+        return voice.run(args)
     if args.plot:
         plot.check()
     with server.chosen(args.base_url, args.serve) as url:

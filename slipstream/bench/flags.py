@@ -10,6 +10,7 @@ WORKLOADS = {
     "rate": "requests that arrive at random, so many a second",
     "burst": "long prompts all at once beside decoding streams",
     "multi-turn": "conversations with their real history; some clients leave",
+    "voice": "a voice server: how well and how soon it hears, answers and speaks",
     "parity": "a fixed set of prompts, compared between servers, settings or loads",
 }
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -69,7 +70,7 @@ def _common(sub: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--processes", type=positive, metavar="N", help="processes of the client (default: by the machine)")
     group.add_argument("--json", metavar="FILE", help="write the figures and each request's record")
-    if not sub.prog.endswith("parity"):
+    if not sub.prog.endswith(("parity", "voice")):
         group.add_argument("--plot", metavar="FILE.png", help="draw latencies and gaps")
         group.add_argument("--trace", action="store_true", help="add the device's idle share (the server needs --enable-debug)")
         group.add_argument("--warmup", type=int, metavar="N", help="requests sent before the measurement")
@@ -145,10 +146,19 @@ def _parity_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--sets", choices=("both", "greedy", "seeded"), default="both", help="which answers to compare")
 
 
+def _voice_flags(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("work")
+    group.add_argument("--sentences", type=positive, default=50, metavar="N", help="of the ceiling, at most 50 (default: 50)")
+    group.add_argument("--questions", type=positive, default=8, metavar="N", help="spoken, one at a time (default: 8)")
+    group.add_argument("--at-once", type=positive, default=8, metavar="N", help="conversations at the same time (default: 8)")
+    group.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default: 64)")
+
+
 _FLAGS: dict[str, typing.Callable[[argparse.ArgumentParser], None]] = {
     "closed": _closed_flags,
     "rate": _rate_flags,
     "burst": _burst_flags,
     "multi-turn": _turn_flags,
+    "voice": _voice_flags,
     "parity": _parity_flags,
 }

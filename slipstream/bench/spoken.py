@@ -1,4 +1,4 @@
-"""What was said against what was meant: sentences to speak, texts made comparable, and the word error rate. Standard library."""
+"""What was said against what was meant: sentences to speak, texts made comparable, the word error rate. Standard library."""
 
 import re
 from collections.abc import Sequence
@@ -57,9 +57,9 @@ SENTENCES = (
 )
 
 _ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()  # noqa: SIM905
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
 _TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _ORDINALS = {
     "one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth", "twelve": "twelfth",

@@ -4,6 +4,7 @@ Runs in the supervisor's process: no PyTorch, no HTTP.
 """
 
 import dataclasses
+import importlib.util
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from slipstream.rank.supervisor import Others, serve
 from slipstream.transport.arena import Arena
 from slipstream.weights.pull import resolve_model
 
+NEEDED = ("python_multipart", "websockets", "soundfile")  # of the audio routes; components say themselves what they need
 SEGMENT_BYTES = 64 << 20  # of the arena, per process; its pages come when touched
 
 
@@ -32,6 +34,9 @@ class FrontGraph(msgspec.Struct, frozen=True):
 def run(engine: EngineConfig, server: ServerConfig) -> int:
     """`slipstream serve` of a placement; returns the exit code."""
     placement, model = load(engine.model)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{placement.name} needs the package {missing[0]}: pip install 'slipstream[voice]'")
     language = next((c.name for c in model.components if c.role == "language_model"), None)
     if language is None:
         raise ConfigError(f"model {model.name} has no language_model component, which a server needs")
