@@ -33,6 +33,10 @@ class LimitedProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def wait(self) -> None:
+        """Returns when the process has ended."""
+        self._process.wait()
+
     @property
     def alive(self) -> bool:
         return self._process.poll() is None

@@ -5,23 +5,17 @@ a kernel's limit ends it wherever it is. It costs about 0.1 ms a rendering. Impo
 """
 
 import json
-import os
 import pathlib
-import select
-import subprocess
-import sys
 import threading
-import time
 
 from slipstream.errors import BadRequest, ModelError
+from slipstream.weights.limited import LimitedProcess
 
 SECONDS = 2.0  # CPU time of one rendering
 MEMORY = 1 << 30  # bytes of address space
 MAX_CHARS = 1 << 26  # of one rendering
 _PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
 
-# What Python needs to start, and what a date is written by; nothing secret.
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "TZ")
 _WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
@@ -36,7 +30,7 @@ class ChatTemplate:
         self.source = source
         self.variables = dict(variables or {})
         self._lock = threading.Lock()
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._worker: LimitedProcess | None = None
 
     def start(self) -> None:
         """Starts the worker and compiles the template, which the first rendering would do otherwise. Raises ModelError."""
@@ -71,75 +65,42 @@ class ChatTemplate:
         request = json.dumps(variables).encode()
         with self._lock:
             try:
-                worker = self._ready()
-                answer = self._exchange(worker, request)
+                found = self._ready().ask(request)
             except ModelError as e:
                 raise BadRequest(str(e), param="messages") from None
             except BaseException:
                 self._stop()
                 raise
-            if answer is None:
+            if found is None:
                 self._stop()
-        if answer is None:
+        if found is None:
             raise BadRequest(f"the chat template did not end within {SECONDS:g} s of computing", param="messages")
+        answer = json.loads(found)
         if "text" in answer:
             return answer["text"]
         if answer["kind"] == "raised":
             raise BadRequest(answer["error"], param="messages")
         raise BadRequest(f"the chat template failed: {answer['error']}", param="messages")
 
-    def _ready(self) -> "subprocess.Popen[bytes]":
+    def _ready(self) -> LimitedProcess:
         """A worker that has compiled the template. The caller holds the lock."""
-        if self._worker is not None and self._worker.poll() is None:
+        if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
-        environment = {k: os.environ[k] for k in _ENVIRONMENT if k in os.environ}
         # -P: the script's own folder is not a place to import from; it has files named like the standard library's.
-        command = [sys.executable, "-P", str(_WORKER)]
-        self._worker = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        )
+        self._worker = LimitedProcess("-P", str(_WORKER), patience=_PATIENCE)
         setup = {"source": self.source, "seconds": SECONDS, "memory": MEMORY, "chars": MAX_CHARS}
-        answer = self._exchange(self._worker, json.dumps(setup).encode())
-        if answer is None or "error" in answer:
+        found = self._worker.ask(json.dumps(setup).encode())
+        answer = {"error": "compiling it did not end"} if found is None else json.loads(found)
+        if "error" in answer:
             self._stop()
-            raise ModelError(f"the chat template cannot be used: {(answer or {}).get('error', 'compiling it did not end')}")
+            raise ModelError(f"the chat template cannot be used: {answer['error']}")
         return self._worker
-
-    def _exchange(self, worker: "subprocess.Popen[bytes]", request: bytes) -> dict | None:
-        """One message each way, or None where the worker ended or did not answer in time."""
-        assert worker.stdin is not None and worker.stdout is not None
-        deadline = time.monotonic() + _PATIENCE
-        try:
-            worker.stdin.write(len(request).to_bytes(8, "little") + request)
-            worker.stdin.flush()
-        except BrokenPipeError:
-            return None
-        head = _read(worker.stdout.fileno(), 8, deadline)
-        body = _read(worker.stdout.fileno(), int.from_bytes(head, "little"), deadline) if head else None
-        return json.loads(body) if body else None
 
     def _stop(self) -> None:
         if self._worker is not None:
-            self._worker.kill()
-            self._worker.communicate()
+            self._worker.close()
             self._worker = None
-
-
-def _read(fd: int, size: int, deadline: float) -> bytes | None:
-    """Exactly `size` bytes, or None at the end of the pipe or the deadline."""
-    data = bytearray()
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0 or not poller.poll(left * 1000):
-            return None
-        piece = os.read(fd, min(size - len(data), 1 << 20))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
 
 
 def _mark_end(messages: list[dict]) -> tuple[list[dict], str]:
