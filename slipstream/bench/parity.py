@@ -124,10 +124,11 @@ async def tie_gap(target: Target, history: list[int], pair: tuple[int, int], see
     (a, best), (b, _) = seen  # type: ignore[misc]
     if seed is None:
         return max(a, b, best) - min(a, b)
-    from slipstream.ops.sampling import draw_key, gumbel, noise_bits
+    import numpy as np
 
-    key = draw_key(seed, 0, len(history))
-    noise = [float(gumbel(noise_bits([key], token, 1))[0, 0]) for token in pair]
+    from slipstream.ops.sampling import draw_key, gumbel, noise_bits, spread
+
+    noise = gumbel(noise_bits(draw_key(seed, 0, len(history)), spread(np.array(pair)))).tolist()
     return abs(a + noise[0] - b - noise[1])
 
 

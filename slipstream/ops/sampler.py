@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.layers.shard import split_evenly
 from slipstream.log.request import Sampling, TokenLogprobs
 from slipstream.ops.collective import Collective
-from slipstream.ops.sampling import adjust, best_of, choose, draw_key, gumbel, noise_bits, token_logprobs, unpack_mask
+from slipstream.ops.sampling import adjust, best_of, choose, draw_key, gumbel, noise_bits, spread, token_logprobs, unpack_mask
 
 NO_TOKEN = "no token is allowed here"
 DEAD_END = "the grammar allows no token here"  # and, with other parameters that forbid tokens, none that they allow
@@ -70,6 +70,7 @@ class Sampler:
         self.collective = collective
         self.parts = split_evenly(vocab, collective.size)
         self.first, self.last = self.parts[collective.rank]
+        self.spread = spread(np.arange(self.first, self.last))
         self.widest = max(b - a for a, b in self.parts)
 
     def sample(self, logits: Tensor, rows: list[SampleRow]) -> Sampled:
@@ -88,12 +89,11 @@ class Sampler:
         for i, at in enumerate(index):
             if (mask := rows[at].mask) is not None:
                 logits[i].masked_fill_(~unpack_mask(mask, self.first, self.last - self.first), -torch.inf)
-        warm = [i for i, at in enumerate(index) if rows[at].sampling.temperature > 0.0]
-        for few in (warm[i : i + 16] for i in range(0, len(warm), 16)):
-            params = [rows[index[i]] for i in few]
-            keys = [draw_key(r.sampling.seed, r.sampling.choice, len(r.tokens)) for r in params]
-            scores = logits[few] / torch.tensor([r.sampling.temperature for r in params])[:, None]
-            logits[few] = scores.add_(gumbel(noise_bits(keys, self.first, self.last - self.first)))
+        for i, at in enumerate(index):
+            s = rows[at].sampling
+            if s.temperature > 0.0:
+                bits = noise_bits(draw_key(s.seed, s.choice, len(rows[at].tokens)), self.spread)
+                logits[i].div_(s.temperature).add_(gumbel(bits))
         best, ids = best_of(logits)
         ids = ids + self.first
         if self.collective.size > 1:

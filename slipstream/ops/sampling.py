@@ -17,6 +17,8 @@ and in any mode. The noise is exactly this, modulo 2^32 (2^64 for `mix`), so tha
 `position` is that of the token to be drawn: the first token after a prompt of n tokens has position n.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from slipstream.log.request import Sampling, TokenLogprobs
 
 _U64 = 0xFFFFFFFFFFFFFFFF
+_ROUNDS = ((16, False, 0x7FEB352D), (15, True, 0x846CA68B), (16, False, 0x7FEB352D), (15, False, 0x846CA68B))
 
 
 def mix(x: int) -> int:
@@ -39,16 +42,20 @@ def draw_key(seed: int, choice: int, position: int) -> tuple[int, int]:
     return key & 0xFFFFFFFF, key >> 32
 
 
-def noise_bits(keys: list[tuple[int, int]], first: int, count: int) -> np.ndarray:
-    """uint32 [len(keys), count]: the bits of ids first, first + 1, ... for each key."""
-    k0, k1 = (np.array(k, np.uint32)[:, None] for k in zip(*keys, strict=True))
-    h = np.arange(first, first + count, dtype=np.uint32)[None, :] * np.uint32(0x9E3779B1) + k0
+def spread(ids: np.ndarray) -> np.ndarray:
+    """The part of the noise that depends on the ids alone: uint32, of the same shape."""
+    return ids.astype(np.uint32) * np.uint32(0x9E3779B1)
+
+
+def noise_bits(key: tuple[int, int], spread_ids: np.ndarray) -> np.ndarray:
+    """uint32 of the same shape: the bits of each id under a draw's key."""
+    h = spread_ids + np.uint32(key[0])
     t = np.empty_like(h)
-    for shift, factor, add in ((16, 0x7FEB352D, None), (15, 0x846CA68B, k1), (16, 0x7FEB352D, None), (15, 0x846CA68B, None)):
+    for shift, added, factor in _ROUNDS:
         np.right_shift(h, np.uint32(shift), out=t)
         np.bitwise_xor(h, t, out=h)
-        if add is not None:
-            np.add(h, add, out=h)
+        if added:
+            np.add(h, np.uint32(key[1]), out=h)
         np.multiply(h, np.uint32(factor), out=h)
     np.right_shift(h, np.uint32(16), out=t)
     return np.bitwise_xor(h, t, out=h)
@@ -104,37 +111,61 @@ def adjust(logits: Tensor, sampling: Sampling, tokens: np.ndarray, prompt_len: i
         logits[torch.from_numpy(ids.astype(np.int64))] -= torch.from_numpy(weights.astype(np.float32))
 
 
-def restrict(scores: Tensor, sampling: Sampling) -> None:
-    """min_p, top_k and top_p, in place on one row of logits / temperature float32 [vocab]. At least one token stays."""
-    if sampling.min_p > 0.0:
-        scores.masked_fill_(scores < scores.max() + np.log(sampling.min_p), -torch.inf)
-    if 0 < sampling.top_k < scores.numel():
-        scores.masked_fill_(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+def survivors(scores: np.ndarray, sampling: Sampling) -> np.ndarray | None:
+    """Ids, ascending, that min_p, top_k and top_p leave of logits / temperature float32 [vocab]; None where none is set.
+
+    Tokens that tie with the last one kept stay too; at least the best stays.
+    """
+    if sampling.min_p <= 0.0 and not 0 < sampling.top_k < len(scores) and sampling.top_p >= 1.0:
+        return None
+    best = scores.max()
+    floor = best + np.log(sampling.min_p) if sampling.min_p > 0.0 else -np.inf
+    ids = None
+    if 0 < sampling.top_k < len(scores):
+        ids = _at_least(scores, best, lambda found: len(found) >= sampling.top_k)
+        floor = max(floor, np.partition(scores[ids], -sampling.top_k)[-sampling.top_k])
+    if floor > -np.inf:
+        ids = np.flatnonzero(scores >= floor) if ids is None else ids[scores[ids] >= floor]
     if sampling.top_p < 1.0:
-        scores.masked_fill_(scores < _top_p_floor(scores, sampling.top_p), -torch.inf)
+        ids = _nucleus(scores, best, ids, sampling.top_p)
+    return ids
 
 
-def _top_p_floor(scores: Tensor, top_p: float) -> Tensor:
-    """The score of the last token that a mass of `top_p` needs; tokens that tie with it stay. Looks at a few best first."""
-    total = scores.logsumexp(-1)
-    for few in (256, scores.numel()):
-        best = scores.topk(min(few, scores.numel())).values
-        before = (best - total).exp().cumsum(0).roll(1)
-        before[0] = 0.0
-        kept = int((before < top_p).sum())
-        if kept < len(best) or few >= scores.numel():
-            return best[max(kept, 1) - 1]
-    raise AssertionError("the whole vocabulary was looked at")
+def _nucleus(scores: np.ndarray, best: np.floating, ids: np.ndarray | None, top_p: float) -> np.ndarray:
+    """The fewest of `ids` (None: of all) with a share of at least `top_p` of their probability."""
+    if ids is None:
+        needed = top_p * float(np.exp(scores - best).sum(dtype=np.float64))
+        ids = _at_least(scores, best, lambda found: float(np.exp(scores[found] - best).sum(dtype=np.float64)) >= needed)
+    else:
+        needed = top_p * float(np.exp(scores[ids] - best).sum(dtype=np.float64))
+    ordered = np.sort(scores[ids])[::-1]
+    mass = np.exp(ordered - best).cumsum(dtype=np.float64)
+    kept = min(int(np.searchsorted(mass, needed)), len(ordered) - 1)
+    return ids[scores[ids] >= ordered[kept]]
+
+
+def _at_least(scores: np.ndarray, best: np.floating, enough: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """Ids of all scores above some floor, few if a few are enough: sorting those is cheaper than sorting all."""
+    for drop in (6.0, 12.0, 24.0):
+        ids = np.flatnonzero(scores >= best - drop)
+        if enough(ids):
+            return ids
+    return np.arange(len(scores))
 
 
 def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
     """The token of one adjusted row, drawn for `position`; the lowest id among equals. -1 where no token is allowed."""
-    if sampling.temperature > 0.0:
-        logits = logits / sampling.temperature
-        restrict(logits, sampling)
-        logits += gumbel(noise_bits([draw_key(sampling.seed, sampling.choice, position)], 0, logits.numel()))[0]
-    best, id = best_of(logits[None])
-    return int(id[0]) if np.isfinite(best[0]) else -1
+    best = logits.max()
+    if not bool(best.isfinite()):
+        return -1
+    if sampling.temperature == 0.0:
+        return int(best_of(logits[None])[1][0])
+    scores = (logits / sampling.temperature).numpy()
+    ids = survivors(scores, sampling)
+    if ids is None:
+        ids = np.arange(len(scores))
+    noise = gumbel(noise_bits(draw_key(sampling.seed, sampling.choice, position), spread(ids)))
+    return int(ids[(scores[ids] + noise.numpy()).argmax()])
 
 
 def best_of(scores: Tensor) -> tuple[np.ndarray, np.ndarray]:
