@@ -4,7 +4,6 @@ import os
 
 from slipstream.config import EngineConfig
 from slipstream.device.executor import Executor
-from slipstream.errors import ConfigError
 from slipstream.rank.board import BoardWriter
 
 
@@ -21,18 +20,21 @@ def build_executor(
 
         model = sim_model(model_path)
         return SimExecutor(config, model, board), model
-    kind = config.device
-    if kind == "auto":
-        import torch
-
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = resolve_device(config.device)
     if kind == "cuda":
         from slipstream.device.cuda import build_cuda
 
         return build_cuda(config, model_path, rank, size, collective, board)
-    if kind == "cpu":
-        return _build_cpu(config, model_path, rank, size, collective, board)
-    raise ConfigError(f"--device {kind} is not known")
+    return _build_cpu(config, model_path, rank, size, collective, board)
+
+
+def resolve_device(name: str) -> str:
+    """What `auto` means on this machine."""
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _build_cpu(
