@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slipstream.log.request import Request, TokenLogprobs
+from slipstream.serve.calls import Part
 from slipstream.serve.engine import Engine
 from slipstream.serve.errors import Failure
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.params import Plan
 from slipstream.serve.prompts import Prompt
+from slipstream.serve.reader import Reader
 from slipstream.serve.stop import StopStrings
 from slipstream.weights.tokenizer import Tokenizer
 
@@ -24,6 +26,7 @@ class Piece(NamedTuple):
     ids: list[int]
     logprobs: list[TokenLogprobs | None]
     offsets: list[int]  # where each token begins in the text, the echoed prompt included
+    parts: list[Part] = []  # where the plan has a reading: what the text says, in `text`'s place
 
 
 class Answer:
@@ -56,11 +59,16 @@ class Answer:
         self._engine = engine
         self._metrics = metrics
         self._notify = notify
-        self._stream = tokenizer.stream(skip_special_tokens=plan.skip_special, continues=True)
+        self.reasoning_tokens = 0
+        reading = plan.reading
+        self._reader = Reader(reading, prompt.thinking) if reading is not None else None
+        keep = reading.keep if reading is not None else frozenset()
+        self._stream = tokenizer.stream(skip_special_tokens=plan.skip_special, continues=True, keep=keep)
         self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._end_token: int | None = None
         self._fresh: list[str] = []  # text not yet taken
+        self._parts: list[Part] = []  # the same where there is a reader
         self._logprobs: list[TokenLogprobs | None] = []
         self._offsets: list[int] = []
         self._length = len(prompt.text) if plan.echo else 0  # characters so far, those held back and cut included
@@ -106,7 +114,11 @@ class Answer:
             if token in plan.end_ids or not plan.include_stop:
                 return
         text = self._stream.push(token)
-        if text:
+        if self._reader is not None:
+            thought = self._reader.thinks
+            self._read(self._reader.push(text), len(ids) >= plan.min_tokens)
+            self.reasoning_tokens += thought or self._reader.thinks
+        elif text:
             self._length += len(text)
             self._text(text, len(ids) >= plan.min_tokens)
 
@@ -124,21 +136,54 @@ class Answer:
         self._finished("stop", found)
         return True
 
+    def _read(self, parts: list[Part], armed: bool) -> bool:
+        """Takes what the reader found; stop strings are looked for in content only. Whether the answer has ended."""
+        assert self._reader is not None
+        for part in parts:
+            if part.kind == "content":
+                ended = self._text(part.text, armed)
+                self._tell_content()
+                if ended:
+                    return True
+            else:
+                if self._stops is not None:
+                    self._fresh.append(self._stops.flush())
+                    self._tell_content()
+                self._parts.append(part)
+        if self._reader.done:  # the one call that may be made has been made
+            self._engine.abort(self.request.id, kept=len(self.ids))
+            self._finished("stop", None)
+            return True
+        return False
+
+    def _tell_content(self) -> None:
+        text = "".join(self._fresh)
+        self._fresh.clear()
+        if text:
+            self._parts.append(Part("content", text))
+
     def finish(self, reason: str) -> None:
         if self.ended:
             return
-        tail = self._stream.flush()
-        if tail:
+        armed, tail = len(self.ids) >= self.plan.min_tokens, self._stream.flush()
+        if self._reader is not None:
+            if self._read([*self._reader.push(tail), *self._reader.finish()], armed):
+                return
+        elif tail:
             self._length += len(tail)
-            if self._text(tail, len(self.ids) >= self.plan.min_tokens):
+            if self._text(tail, armed):
                 return
         if self._stops is not None:
             self._fresh.append(self._stops.flush())
+        if self._reader is not None:
+            self._tell_content()
         end = self._end_token if reason == "stop" else None
         self._finished("length" if self.plan.discard else reason, None if end in self.plan.end_ids else end)
 
     def _finished(self, reason: str, stop_reason: str | int | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
+        called = self._reader is not None and self._reader.called
+        self.finish_reason = "tool_calls" if called and reason == "stop" else reason
+        self.stop_reason = stop_reason
         self._metrics.ended(reason, self._last - self._born if self._last else 0.0)
         self._notify(self)
 
@@ -162,9 +207,12 @@ class Answer:
 
     def take(self) -> Piece:
         """Everything new since the last call."""
+        if self._reader is not None:
+            self._tell_content()
+        parts, self._parts = self._parts, []
         text = "".join(self._fresh)
         self._fresh.clear()
         at, self._taken = self._taken, len(self.ids)
         if self.plan.plain_text:
-            return Piece(text, [], [], [])
-        return Piece(text, self.ids[at:], self._logprobs[at:], self._offsets[at:])
+            return Piece(text, [], [], [], parts)
+        return Piece(text, self.ids[at:], self._logprobs[at:], self._offsets[at:], parts)

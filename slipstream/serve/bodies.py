@@ -96,11 +96,49 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
     text: str
 
 
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+
+
+class FunctionDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    function: FunctionDef
+
+
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+    function: NamedFunction
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str = ""  # JSON
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an assistant's earlier message."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None  # in messages put together from a stream
+
+
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=1024)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its other name
     tool_call_id: str | None = None
     # what a client's own copy of an answer carries besides
     refusal: str | None = None
@@ -119,15 +157,15 @@ class ChatBody(Generate, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # OpenAI's, not had here: null or absent
     audio: None = None
     functions: None = None
     function_call: None = None
     prediction: None = None
-    reasoning_effort: None = None
     verbosity: None = None
     web_search_options: None = None
 

@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, piece by piece. Pure.
 
-A call is told only once it is whole and its arguments are a JSON object, so what a client gets always parses; what merely looks like
-a call stays text. Where a grammar has bound the answer (`BoundCalls`), arguments go out as they come.
+A call is told only once it is whole and its arguments are a JSON object, so what a client gets always parses; what merely looks
+like a call stays text. Where a grammar has bound the answer (`BoundCalls`), arguments go out as they come.
 """
 
 import json
@@ -45,7 +45,7 @@ class Scan:
         self._text = self._escaped = False
 
     def feed(self, held: str) -> int:
-        """The end's place in `held` (which only grows from call to call), 0 where more is needed, -1 where it cannot be JSON."""
+        """The end's place in `held` (which only grows), 0 where more is needed, -1 where it cannot be JSON."""
         for i in range(self._at, len(held)):
             c = held[i]
             if self._text:

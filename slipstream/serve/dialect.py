@@ -24,7 +24,7 @@ class Dialect:
     template: str = ""
 
     def effort(self, effort: str | None, param: str) -> dict[str, Any]:
-        """Variables that tell the template how hard to think. Raises BadRequest naming `param` where it has no such variable."""
+        """Variables that tell the template how hard to think. Raises BadRequest naming `param` where it has none."""
         if effort is None:
             return {}
         if "reasoning_effort" in self.template:
@@ -34,6 +34,9 @@ class Dialect:
         if effort == "none" and self.thinking == "none":
             return {}
         raise BadRequest(f"{param}: this model's chat template has no setting for it", param)
+
+
+PLAIN = Dialect()
 
 
 def detect(tokenizer: Tokenizer, config: ServerConfig) -> Dialect:

@@ -4,10 +4,12 @@ An event that carries nothing but text, which is nearly every one, is three byte
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from slipstream.serve.answer import Answer, Piece
+from slipstream.serve.errors import Failure
 from slipstream.serve.logprobs import TokenNames, for_chat, for_completion, for_prompt
 from slipstream.serve.params import Plan
 
@@ -24,12 +26,30 @@ def usage(answers: Sequence[Answer], n: int) -> dict:
     firsts = answers[::n]
     prompt = sum(len(a.prompt.ids) for a in firsts)
     completion = sum(len(a.ids) for a in answers)
-    return {
+    out = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in firsts)},
     }
+    reading = answers[0].plan.reading if answers else None
+    if reading is not None and reading.thinking != "none":
+        out["completion_tokens_details"] = {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)}
+    return out
+
+
+class Shape(Protocol):
+    """What a route makes of the answers to one HTTP request; `Form` says what each part is."""
+
+    def beginning(self) -> bytes: ...
+
+    def events(self, answer: Answer) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, failure: Failure) -> bytes: ...
+
+    def whole(self) -> bytes: ...
 
 
 class Form:
@@ -96,6 +116,14 @@ class Form:
             event["usage"] = usage(self._answers, self._plan.n)
         return sse(event)
 
+    def beginning(self) -> bytes:
+        """The events of a stream before anything is generated."""
+        return b""
+
+    def failed(self, failure: Failure) -> bytes:
+        """The last event of a stream that failed."""
+        return b"data: " + failure.body() + b"\n\n"
+
     def whole(self) -> bytes:
         """The answer that is not streamed, once every choice has ended."""
         raise NotImplementedError
@@ -150,11 +178,15 @@ class ChatForm(Form):
                 choice["token_ids"] = piece.ids
             choices.append(choice)
         body = {**self._head, "choices": choices, "usage": usage(self._answers, self._plan.n)}
+        return encode({**body, **self._prompt_fields()})
+
+    def _prompt_fields(self) -> dict:
+        out = {}
         if self._plan.return_token_ids:
-            body["prompt_token_ids"] = self._answers[0].prompt.ids.tolist()
+            out["prompt_token_ids"] = self._answers[0].prompt.ids.tolist()
         if self._plan.prompt_logprobs >= 0:
-            body["prompt_logprobs"] = self._prompt_logprobs(self._answers[0])
-        return encode(body)
+            out["prompt_logprobs"] = self._prompt_logprobs(self._answers[0])
+        return out
 
 
 class CompletionForm(Form):

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from slipstream.config import EngineConfig, ServerConfig, served_name
 from slipstream.errors import BadRequest, EngineDown
 from slipstream.rank.board import Board
+from slipstream.serve.dialect import PLAIN, detect
 from slipstream.serve.engine import Engine
 from slipstream.serve.generation import Generation
 from slipstream.serve.grammar_check import GrammarCheck
 from slipstream.serve.logprobs import TokenNames
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.progress import Progress
+from slipstream.serve.shelf import Shelf
 from slipstream.weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,11 +43,14 @@ class Front:
         self.metrics = Metrics(self.model)
         self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
+        self.dialect = PLAIN
+        self.shelf = Shelf()
         self.open: dict[Generation, object] = {}  # generations being answered, and how to cut their connections
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         self.names = TokenNames(tokenizer)
         self.grammars = GrammarCheck(tokenizer)
+        self.dialect = detect(tokenizer, self.server_config)
         self.tokenizer = tokenizer
 
     def ready_tokenizer(self) -> Tokenizer:

@@ -1,6 +1,7 @@
 """The two generating routes: all is checked and tokenized before anything is submitted, then answered whole or streamed."""
 
 import time
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -10,12 +11,15 @@ from starlette.types import Receive, Scope, Send
 from slipstream.log.request import Request
 from slipstream.serve.answer import Answer
 from slipstream.serve.bodies import ChatBody, CompletionBody
+from slipstream.serve.chat import plan_chat
 from slipstream.serve.errors import Failed
-from slipstream.serve.forms import ChatForm, CompletionForm, Form
+from slipstream.serve.forms import ChatForm, CompletionForm, Shape
 from slipstream.serve.front import Front
 from slipstream.serve.generation import Generation
+from slipstream.serve.logprobs import TokenNames
 from slipstream.serve.params import Plan, make_plan
-from slipstream.serve.prompts import Prompt, chat_prompt, completion_prompts, prepare, size_of
+from slipstream.serve.prompts import Prompt, completion_prompts, prepare, size_of
+from slipstream.serve.read_form import ReadForm
 from slipstream.serve.request_body import read
 
 _STREAM_HEADERS = [
@@ -36,13 +40,9 @@ async def answer_chat(http: HttpRequest, front: Front, body: ChatBody, born: flo
     """A conversation in text."""
     front.check_model(body.model)
     tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-
-    def work() -> tuple[Plan, list[Prompt]]:
-        plan = make_plan(body, tokenizer)
-        return plan, [chat_prompt(body, plan, tokenizer, limits)]
-
-    plan, prompts = await prepare(None, work)  # a template may take its time
-    return await _answer(http, front, plan, prompts, ChatForm, "chatcmpl-", born)
+    plan, prompts = await prepare(None, lambda: plan_chat(body, front.dialect, tokenizer, limits))
+    form = ChatForm if plan.reading is None else ReadForm
+    return await answer(http, front, plan, prompts, form, "chatcmpl-" + http.scope["slipstream.id"], born)
 
 
 async def completions(http: HttpRequest) -> Response:
@@ -59,7 +59,7 @@ async def completions(http: HttpRequest) -> Response:
 
     bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
     plan, prompts = await prepare(None if bound else size_of(body), work)
-    return await _answer(http, front, plan, prompts, CompletionForm, "cmpl-", born)
+    return await answer(http, front, plan, prompts, CompletionForm, "cmpl-" + http.scope["slipstream.id"], born)
 
 
 def requests_of(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
@@ -74,9 +74,13 @@ def requests_of(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[P
     return out
 
 
-async def _answer(
-    http: HttpRequest, front: Front, plan: Plan, prompts: list[Prompt], shape: type[Form], prefix: str, born: float
+MakeForm = Callable[[str, int, str, Plan, TokenNames, list[Answer]], Shape]  # id, created, model, plan, names, answers
+
+
+async def answer(
+    http: HttpRequest, front: Front, plan: Plan, prompts: list[Prompt], shape: MakeForm, id: str, born: float
 ) -> Response:
+    """Generates, and answers whole or as a stream."""
     assert front.tokenizer is not None and front.names is not None and front.grammars is not None
     if plan.structure is not None:
         await front.grammars.check(plan.structure)
@@ -85,7 +89,7 @@ async def _answer(
         Answer(i, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)
         for i, (prompt, request) in enumerate(requests_of(front, plan, prompts))
     ]
-    form = shape(prefix + http.scope["slipstream.id"], int(time.time()), front.model, plan, front.names, answers)
+    form = shape(id, int(time.time()), front.model, plan, front.names, answers)
     front.open[generation] = http.scope.get("slipstream.cut")
     streaming = False
     try:
@@ -109,7 +113,7 @@ async def _answer(
 class Stream(Response):
     """Server-sent events. What arrived in one turn of the loop goes out in one write."""
 
-    def __init__(self, front: Front, generation: Generation, form: Form):
+    def __init__(self, front: Front, generation: Generation, form: Shape):
         super().__init__()
         self._front = front
         self._generation = generation
@@ -119,6 +123,8 @@ class Stream(Response):
         generation, form = self._generation, self._form
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            if beginning := form.beginning():
+                await generation.write(send, beginning, True)
             while news := await generation.changed():
                 data = b"".join([form.events(answer) for answer in news])
                 if data:
@@ -126,7 +132,7 @@ class Stream(Response):
             if not generation.gone:
                 await generation.write(send, form.closing(), False)
         except Failed as e:
-            await generation.write(send, b"data: " + e.failure.body() + b"\n\n", False)
+            await generation.write(send, form.failed(e.failure), False)
         finally:
             generation.close()
             self._front.open.pop(generation, None)

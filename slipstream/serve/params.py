@@ -7,6 +7,7 @@ from slipstream.errors import BadRequest
 from slipstream.log.request import Sampling
 from slipstream.ops.grammar import Bound
 from slipstream.serve.bodies import ChatBody, CompletionBody, Generate
+from slipstream.serve.reader import Reading
 from slipstream.serve.structured import Structure, structure_of
 from slipstream.weights.tokenizer import Tokenizer
 
@@ -40,6 +41,7 @@ class Plan:
     priority: int = 0
     salt: bytes = b""
     structure: Structure | None = None  # what binds the answer
+    reading: Reading | None = None  # where an answer may hold reasoning or tool calls
 
     @property
     def grammar(self) -> bytes:
@@ -55,22 +57,13 @@ class Plan:
         return self.logprobs < 0 and not self.return_token_ids and not self.continuous_usage
 
 
-def refuse_unsupported(body: Generate) -> None:
-    """The one place that refuses what this version does not have yet."""
-    if isinstance(body, ChatBody):
-        if body.tools:
-            raise BadRequest("tools: tool calls are not supported yet", "tools")
-        if body.tool_choice not in (None, "none", "auto"):
-            raise BadRequest("tool_choice: tool calls are not supported yet; only none and auto are accepted", "tool_choice")
-        for i, message in enumerate(body.messages):
-            if message.tool_calls:
-                raise BadRequest("tool_calls: tool calls are not supported yet", f"messages[{i}].tool_calls")
-
-
-def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
+def make_plan(
+    body: ChatBody | CompletionBody, tokenizer: Tokenizer, reading: Reading | None = None, bound: Structure | None = None
+) -> Plan:
     """Raises BadRequest naming the field; what depends on a prompt's length is checked with the prompt."""
-    refuse_unsupported(body)
-    structure = structure_of(body)
+    structure = bound or structure_of(body)
+    if reading is None and isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
+        raise BadRequest("tools: not here; the HTTP server has them", "tools")
     max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, param = body.max_tokens, "max_tokens"
@@ -114,6 +107,7 @@ def make_plan(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> Plan:
         priority=body.priority or 0,
         salt=(body.cache_salt or "").encode(),
         structure=structure,
+        reading=reading,
     )
 
 

@@ -4,13 +4,15 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from slipstream.errors import BadRequest
 from slipstream.serve.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
+from slipstream.serve.dialect import PLAIN, Dialect, left_by_prompt
 from slipstream.serve.engine import Limits
 from slipstream.serve.params import Plan
+from slipstream.serve.tool_prompt import call_for_template, in_plain_text
 from slipstream.weights.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
@@ -29,6 +31,7 @@ class Prompt:
     max_tokens: int  # generated at most
     text: str = ""  # for `echo` only
     offsets: list[int] = field(default_factory=list)  # where each token begins in `text`; for `echo` with log probabilities
+    thinking: str = ""  # "open" or "closed": how its end leaves the model's reasoning
 
 
 async def prepare(size: int | None, work: Callable[[], T]) -> T:
@@ -43,6 +46,7 @@ def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
     size = sum(map(len, getattr(body, "bad_words", None) or ()))
     for m in getattr(body, "messages", None) or ():
         size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
+        size += sum(len(call.function.arguments) for call in m.tool_calls or ())
     prompt = getattr(body, "prompt", None)
     if isinstance(prompt, str):
         return size + len(prompt)
@@ -126,12 +130,29 @@ def _walk(ids: list[int], tokenizer: Tokenizer, skip_special: bool) -> tuple[str
     return "".join(parts), offsets
 
 
-def chat_prompt(body: ChatBody, plan: Plan, tokenizer: Tokenizer, limits: Limits) -> Prompt:
+def chat_prompt(
+    body: ChatBody,
+    plan: Plan,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    tools: list[dict] | None = None,
+    dialect: Dialect = PLAIN,
+) -> Prompt:
     """Raises BadRequest for a conversation that the template refuses or that does not fit."""
-    return _fit(templated(body, tokenizer, limits), plan, limits, "messages", None, tokenizer)
+    ids = templated(body, tokenizer, limits, tools, dialect)
+    thinking = left_by_prompt(ids, tokenizer) if dialect.thinking != "none" else ""
+    if body.continue_final_message:
+        thinking = thinking or "closed"
+    return replace(_fit(ids, plan, limits, "messages", None, tokenizer), thinking=thinking)
 
 
-def templated(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, limits: Limits | None) -> list[int]:
+def templated(
+    body: ChatBody | TokenizeBody,
+    tokenizer: Tokenizer,
+    limits: Limits | None,
+    tools: list[dict] | None = None,
+    dialect: Dialect = PLAIN,
+) -> list[int]:
     """The conversation's token ids."""
     messages = body.messages or []
     going_on = bool(body.continue_final_message)
@@ -146,8 +167,12 @@ def templated(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, limits: Limit
         if key in RESERVED or not key.isidentifier():
             raise BadRequest(f"chat_template_kwargs: {key[:100]!r} cannot be set this way", "chat_template_kwargs")
     generation = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
+    if isinstance(body, ChatBody):
+        extra = {**dialect.effort(body.reasoning_effort, "reasoning_effort"), **extra}
     plain = [_plain(i, m) for i, m in enumerate(messages)]
-    return tokenizer.apply_chat(plain, add_generation_prompt=generation, continue_final_message=going_on, tools=None, **extra)
+    if not dialect.template_tools:
+        plain, tools = in_plain_text(plain, tools), None
+    return tokenizer.apply_chat(plain, add_generation_prompt=generation, continue_final_message=going_on, tools=tools, **extra)
 
 
 def _plain(index: int, message: Message) -> dict:
@@ -159,9 +184,16 @@ def _plain(index: int, message: Message) -> dict:
         content = ""
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)
-    out = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
     if message.name is not None:
         out["name"] = message.name
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise BadRequest("tool_calls: only in the assistant's messages", f"messages[{index}].tool_calls")
+        where = f"messages[{index}].tool_calls"
+        out["tool_calls"] = [call_for_template(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]
+    if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
+        out["reasoning_content"] = reasoning
     return out

@@ -29,11 +29,11 @@ def gather(parts: list[Part]) -> Said:
             calls[part.call] = [part.id, part.text, ""]
         else:
             calls[part.call][2] += part.text
-    whole = [(id, name, arguments) for id, name, arguments in calls.values() if _parses(arguments)]
+    whole = [(id, name, arguments) for id, name, arguments in calls.values() if parses(arguments)]
     return Said("".join(content), "".join(reasoning), whole)
 
 
-def _parses(text: str) -> bool:
+def parses(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):

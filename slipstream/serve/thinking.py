@@ -1,6 +1,7 @@
 """Splits an answer's text into the model's reasoning and the rest, piece by piece. Pure.
 
-Reasoning stands between `<think>` and `</think>` at the answer's beginning; a template may have opened or closed it in the prompt.
+Reasoning stands between `<think>` and `</think>` at the answer's beginning; a template may have opened or closed it in the
+prompt.
 """
 
 START, END = "<think>", "</think>"
@@ -17,8 +18,8 @@ def could_become(text: str, marker: str) -> int:
 class Thinking:
     """Feed it with `push`, at last with `last=True`; it never lets a marker out, in whole or in part.
 
-    White space around the reasoning belongs to neither side. An end marker in the answer itself is left out; a start marker counts
-    only before everything else.
+    White space around the reasoning belongs to neither side. An end marker in the answer itself is left out; a start marker
+    counts only before everything else.
     """
 
     def __init__(self, state: str):

@@ -36,7 +36,7 @@ def choose(body: ChatBody, dialect: Dialect) -> Choice:
         raise BadRequest("tool_choice: names a function that is not among the tools", "tool_choice.function.name")
     bound = (body.response_format or {}).get("type", "text") != "text" or body.structured_outputs is not None
     if not tools or choice == "none":
-        # vLLM's way too: with "none" the model does not hear of tools; a bound answer begins with what binds it, not with reasoning
+        # with "none" the model does not hear of tools, as in vLLM; a bound answer begins with what binds it, not with reasoning
         thinks = dialect.thinking != "none" and not bound
         return Choice(None, Reading(dialect.thinking, keep=dialect.keep) if thinks else None, None)
     if dialect.calls not in FORMS and choice == "auto":

@@ -48,13 +48,16 @@ class Tokenizer(ABC):
         skipped = self.special_ids if skip_special_tokens else _NOTHING
         return decode(ids, self.token_bytes, skipped, self.strips_first_space and not continues)
 
-    def stream(self, skip_special_tokens: bool = True, *, continues: bool = False) -> TextStream:
+    def stream(
+        self, skip_special_tokens: bool = True, *, continues: bool = False, keep: frozenset[int] = _NOTHING
+    ) -> TextStream:
         """The text of ids as they come; equals `decode` with the same arguments.
 
         An answer continues its prompt: `continues=True` keeps the space of a first token such as "▁Paris", which a text of
         its own would not have. It matters for SentencePiece vocabularies only; no prompt ids are needed either way.
+        keep: special tokens whose names are wanted all the same.
         """
-        skipped = self.special_ids if skip_special_tokens else _NOTHING
+        skipped = self.special_ids - keep if skip_special_tokens else _NOTHING
         return TextStream(self.token_bytes, skipped, self.strips_first_space and not continues)
 
     def token_text(self, id: int) -> str:

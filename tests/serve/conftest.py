@@ -110,6 +110,22 @@ def front(shared):
     shared.leader.hold.clear()
 
 
+@pytest.fixture(scope="session")
+def shared_roomy():
+    running = Running(max_len=8192)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def roomy(shared_roomy):
+    """The same with room for the description of tools, of which each byte is a token here."""
+    shared_roomy.script = Script([*b"hello", EOS])
+    shared_roomy.leader.requests.clear()
+    shared_roomy.leader.aborts.clear()
+    yield shared_roomy
+
+
 @pytest.fixture
 def own_front():
     """A function that starts a front end of the test's own, with its own settings."""

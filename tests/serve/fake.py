@@ -45,7 +45,7 @@ class FakeTokenizer:
         raw = b"".join(self.token_bytes(i) for i in ids if not (skip_special_tokens and i in self.special))
         return raw.decode(errors="replace")
 
-    def stream(self, skip_special_tokens: bool = True, *, continues: bool = False):
+    def stream(self, skip_special_tokens: bool = True, *, continues: bool = False, keep: frozenset[int] = frozenset()):
         return FakeStream(self, skip_special_tokens)
 
     def apply_chat(self, messages, add_generation_prompt=True, continue_final_message=False, tools=None, **kwargs):

@@ -1,0 +1,242 @@
+"""Tool calls and reasoning over HTTP: chat completions, whole and streamed."""
+
+import dataclasses
+import json
+
+import openai
+import pytest
+
+from slipstream.config import ServerConfig
+from slipstream.serve.dialect import PLAIN, detect
+from slipstream.serve.tools import calls_schema
+from tests.serve.fake import EOS, Script, wait_for
+from tests.serve.test_chat import prompt_of
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+BOUND = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+@pytest.fixture
+def thinking(roomy):
+    """The shared front end, as one of a model that reasons."""
+    before = roomy.front.dialect
+    roomy.front.dialect = dataclasses.replace(before, thinking="qwen3")
+    yield roomy
+    roomy.front.dialect = before
+
+
+def script(text: str) -> Script:
+    return Script([*text.encode(), EOS])
+
+
+def test_a_tool_call_is_told_from_content(roomy):
+    roomy.script = script("Let me look.\n" + CALL)
+    b = roomy.chat("weather?", tools=[WEATHER]).json()
+    choice = b["choices"][0]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me look."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["type"] == "function" and call["id"].startswith("call_") and call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert '"name": "get_weather"' in prompt_of(roomy) and "<tools>" in prompt_of(roomy)
+
+
+def test_a_malformed_call_comes_back_as_content(roomy):
+    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}</tool_call>'
+    roomy.script = script(text)
+    choice = roomy.chat("weather?", tools=[WEATHER]).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": text} and choice["finish_reason"] == "stop"
+
+
+def test_streamed_calls_add_up_to_whole_ones(roomy):
+    roomy.script = script("Hm. " + CALL + "\n" + CALL)
+    events = roomy.events("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], tools=[WEATHER])
+    assert events.pop() == "[DONE]"
+    calls: dict[int, dict] = {}
+    for e in events:
+        for d in e["choices"][0]["delta"].get("tool_calls", ()):
+            call = calls.setdefault(d["index"], {"arguments": ""})
+            call.update({k: v for k, v in d.items() if k == "id"})
+            call["arguments"] += d["function"]["arguments"]
+    assert [json.loads(c["arguments"]) for c in calls.values()] == [{"city": "Paris"}] * 2
+    assert len({c["id"] for c in calls.values()}) == 2
+    assert "".join(e["choices"][0]["delta"].get("content") or "" for e in events) == "Hm."
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_parallel_calls_the_answer_ends_with_the_first(roomy):
+    roomy.script = Script([*(CALL + CALL).encode(), *b"x" * 300])
+    choice = roomy.chat("x", tools=[WEATHER], parallel_tool_calls=False, max_tokens=400).json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+    wait_for(lambda: len(roomy.leader.aborts) == 1)
+
+
+def test_stop_strings_do_not_cut_calls(roomy):
+    roomy.script = script("a STOP b" + CALL)
+    choice = roomy.chat("x", tools=[WEATHER], stop=["Paris"]).json()["choices"][0]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    roomy.script = script("a STOP b" + CALL)
+    choice = roomy.chat("x", tools=[WEATHER], stop=["STOP"]).json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "a "} and choice["stop_reason"] == "STOP"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_is_bound_by_a_grammar_and_streams_its_arguments(roomy, choice):
+    text = f"[{BOUND}]" if choice == "required" else BOUND
+    roomy.script = script(text)
+    r = roomy.chat("x", tools=[WEATHER], tool_choice=choice)
+    message = r.json()["choices"][0]["message"]
+    assert message["content"] is None and json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    assert roomy.leader.requests[-1].grammar
+    events = roomy.events(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], tools=[WEATHER], tool_choice=choice
+    )
+    deltas = [d for e in events[:-1] for d in e["choices"][0]["delta"].get("tool_calls", ())]
+    assert len(deltas) > 2 and deltas[0]["function"]["name"] == "get_weather"
+    assert json.loads("".join(d["function"]["arguments"] for d in deltas)) == {"city": "Paris"}
+
+
+def test_with_none_the_model_does_not_hear_of_tools(roomy):
+    roomy.script = script(CALL)
+    choice = roomy.chat("x", tools=[WEATHER], tool_choice="none").json()["choices"][0]
+    assert choice["message"]["content"] == CALL and "get_weather" not in prompt_of(roomy)
+
+
+@pytest.mark.parametrize(
+    "change,param",
+    [
+        ({"tools": [{**WEATHER, "type": "retrieval"}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": 1}}}]}, "tools[0].function"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools"),
+        ({"lora_request": {}}, "lora_request"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"x": {"type": "no"}}}}}],
+             "tool_choice": "required"},
+            "tools",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_refused_by_name(roomy, change, param):
+    r = roomy.chat("x", **change)
+    assert r.status_code == 400 and r.json()["error"]["param"].startswith(param), r.text
+    assert not roomy.leader.requests
+
+
+def test_a_conversation_with_calls_and_results_is_rendered(roomy):
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]  # fmt: skip
+    r = roomy.client.post("/v1/chat/completions", json={"messages": messages, "tools": [WEATHER]})
+    assert r.status_code == 200, r.text
+    assert CALL in prompt_of(roomy) and "<tool_response>\nrain\n</tool_response>" in prompt_of(roomy)
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "[1]"
+    r = roomy.client.post("/v1/chat/completions", json={"messages": messages})
+    assert r.status_code == 400 and r.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_schemas_of_functions_keep_their_own_references():
+    own = {"$defs": {"P": {"type": "string"}}, "type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}}
+    schema = calls_schema([{"name": "f", "parameters": own}, {"name": "g"}], "arguments", True)
+    assert schema["$defs"]["f0"]["properties"]["p"] == {"$ref": "#/$defs/f0/$defs/P"} and schema["type"] == "array"
+
+
+def test_reasoning_is_apart_from_content_and_counted(thinking):
+    thinking.script = script("<think>\nhm\n</think>\n\nhello")
+    b = thinking.chat("x").json()
+    message = b["choices"][0]["message"]
+    assert message["content"] == "hello" and message["reasoning_content"] == message["reasoning"] == "hm"
+    assert b["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(">\nhm\n</think>")
+    events = thinking.events("/v1/chat/completions", messages=[{"role": "user", "content": "x"}])[:-1]
+    deltas = [e["choices"][0]["delta"] for e in events]
+    assert "".join(d.get("content") or "" for d in deltas) == "hello"
+    assert "".join(d.get("reasoning_content") or "" for d in deltas) == "hm"
+
+
+@pytest.mark.parametrize("stop", [["k>"], ["</"], ["think"], ["\n\n"]])
+def test_ff81_stop_strings_do_not_let_a_reasoning_marker_into_content(thinking, stop):
+    thinking.script = script("<think>\nhm\n\nk\n</think>\n\nhello\n\nthere")
+    message = thinking.chat("x", stop=stop).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "hm\n\nk"
+    assert message["content"] == ("hello" if stop == ["\n\n"] else "hello\n\nthere")
+
+
+def test_a_template_that_opens_the_reasoning_in_the_prompt(thinking, monkeypatch):
+    plain = thinking.tokenizer.apply_chat
+    monkeypatch.setattr(thinking.tokenizer, "apply_chat", lambda *a, **k: [*plain(*a, **k), *b"<think>\n"])
+    thinking.script = script("hm\n</think>\n\nhello")
+    message = thinking.chat("x").json()["choices"][0]["message"]
+    assert message["content"] == "hello" and message["reasoning_content"] == "hm"
+
+
+class Templated:
+    special_ids = frozenset({7})
+
+    def __init__(self, source):
+        self.template = type("T", (), {"source": source})
+
+    def token_text(self, id):
+        return "<|python_tag|>"
+
+
+def test_the_form_is_seen_in_the_template_or_said_by_a_flag():
+    auto = ServerConfig()
+    assert detect(Templated("{{ tools }} <tool_call>"), auto).calls == "hermes"
+    llama = detect(Templated("{{ tools }} Environment: ipython"), auto)
+    assert llama.calls == "llama3" and llama.keep == {7} and llama.template_tools
+    assert detect(Templated("{{ tools }} [TOOL_CALLS]"), auto).calls == "unknown"
+    assert detect(Templated("{{ messages }}"), auto).calls == "hermes"
+    assert detect(Templated("{{ x.split('</think>') }}"), auto).thinking == "qwen3"
+    said = detect(Templated("</think>"), ServerConfig(tool_call_parser="llama3", reasoning_parser="none"))
+    assert said.calls == "llama3" and said.thinking == "none" and PLAIN.calls == "none"
+
+
+def test_an_agent_s_loop_of_three_turns_with_the_openai_client(roomy):
+    """Two calls, each answered by the agent, then the final text."""
+    said = [CALL, '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>', "Rain in both."]
+    roomy.script = lambda request: script(said.pop(0))
+    messages: list = [{"role": "user", "content": "Compare Paris and Rome."}]
+    cities = []
+    with openai.OpenAI(base_url=roomy.url + "/v1", api_key="none", max_retries=0) as client:
+        while True:
+            r = client.chat.completions.create(model="fake", messages=messages, tools=[WEATHER], max_tokens=90)  # type: ignore
+            message = r.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if r.choices[0].finish_reason != "tool_calls":
+                break
+            for call in message.tool_calls or ():
+                cities.append(json.loads(call.function.arguments)["city"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+    assert cities == ["Paris", "Rome"] and message.content == "Rain in both." and len(roomy.leader.requests) == 3
+
+
+def test_the_openai_client_puts_streamed_calls_together(roomy):
+    roomy.script = script(CALL)
+    with (
+        openai.OpenAI(base_url=roomy.url + "/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(
+            model="fake",
+            messages=[{"role": "user", "content": "x"}],
+            tools=[WEATHER],  # type: ignore
+        ) as stream,
+    ):
+        for _ in stream:
+            pass
+        call = stream.get_final_completion().choices[0].message.tool_calls[0]  # type: ignore
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
