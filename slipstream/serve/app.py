@@ -10,7 +10,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from slipstream.errors import SlipstreamError
-from slipstream.serve import debug, info, openapi
+from slipstream.serve import absent, debug, info, messages, openapi, responses
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
 from slipstream.serve.generate import chat_completions, completions
@@ -34,7 +34,11 @@ def build(front: Front) -> ASGIApp:
         Route("/v1/models/{id:path}", info.model, methods=["GET"]),
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
+        *responses.routes(),
+        *messages.routes(),
+        *absent.routes(),
         Route("/health", info.health, methods=["GET"]),
+        Route("/ready", info.ready, methods=["GET"]),
         Route("/version", info.version, methods=["GET"]),
         Route("/metrics", info.metrics, methods=["GET"]),
         Route("/openapi.json", describe, methods=["GET"]),
@@ -62,7 +66,7 @@ def build(front: Front) -> ASGIApp:
 
 
 async def _on_error(http: Request, error: Exception) -> Response:
-    return to_failure(error).response()
+    return to_failure(error).response(http.url.path)
 
 
 async def _on_gone(http: Request, error: Exception) -> Response:
@@ -71,16 +75,16 @@ async def _on_gone(http: Request, error: Exception) -> Response:
 
 async def _on_fault(http: Request, error: Exception) -> Response:
     log.error("request %s: fault in the front end", http.scope.get("slipstream.id"), exc_info=error)
-    return to_failure(error).response()
+    return to_failure(error).response(http.url.path)
 
 
 async def _on_http(http: Request, error: Exception) -> Response:
     """Starlette's own: 404 for unknown paths, 405 for wrong methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return Failure(404, f"no such path: {http.url.path[:100]}").response()
+        return Failure(404, f"no such path: {http.url.path[:100]}").response(http.url.path)
     response = Failure(
         error.status_code, f"{http.method} is not allowed here" if error.status_code == 405 else error.detail
-    ).response()
+    ).response(http.url.path)
     response.headers.update(error.headers or {})
     return response

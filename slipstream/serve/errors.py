@@ -12,6 +12,14 @@ from starlette.responses import Response
 from slipstream.errors import BadRequest, EngineDown, Overloaded
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(frozen=True)
@@ -29,13 +37,20 @@ class Failure:
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code or self.status}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
+    def anthropic_body(self) -> bytes:
+        """The same in the form of Anthropic's API."""
+        kind = _ANTHROPIC.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+
+    def response(self, path: str = "") -> Response:
+        """path: the request's, which says in whose form to answer."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after)))
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
+        return Response(body, self.status, headers, media_type="application/json")
 
 
 class Failed(Exception):
@@ -72,6 +87,8 @@ def to_bad_request(error: msgspec.ValidationError) -> BadRequest:
     field = _FIELD.search(message)
     if field:
         path = f"{path}.{field.group(1)}" if path else field.group(1)
+        if "lora" in field.group(1).lower():
+            return BadRequest(f"{path[:200]}: LoRA adapters are not supported; serve the merged weights as a model", path[:200])
         kind = "unknown parameter" if "unknown" in message else "missing parameter"
         return BadRequest(f"{kind}: {path[:200]}", path[:200])
     path = path[:200].replace("[...]", "")

@@ -16,9 +16,9 @@ from slipstream.serve.errors import Failure
 log = logging.getLogger("slipstream.http")
 
 OPEN_PATHS = frozenset(
-    {"/health", "/static/page.js", "/static/page.css"}
+    {"/health", "/ready", "/static/page.js", "/static/page.css"}
 )  # the page's files say nothing; the page asks for the key
-QUIET_PATHS = frozenset({"/health", "/metrics", "/debug/timeline"})  # asked for all the time
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/debug/timeline"})  # asked for all the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
@@ -67,7 +67,7 @@ class Guard:
         try:
             failure = self._check(scope, headers)
             if failure is not None:
-                return await failure.response()(scope, receive, wrapped)
+                return await failure.response(scope["path"])(scope, receive, wrapped)
             await self._app(scope, receive, wrapped)
         finally:
             path = scope["path"]
@@ -100,6 +100,8 @@ class Guard:
 
     def _authorized(self, headers: dict[bytes, bytes]) -> bool:
         if self._key is None:
+            return True
+        if hmac.compare_digest(headers.get(b"x-api-key", b""), self._key):  # as Anthropic's clients send it
             return True
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         return hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"

@@ -40,7 +40,8 @@ async def model(http: HttpRequest) -> Response:
 def _card(front: Front) -> dict:
     limits = front.engine.limits
     card = {"id": front.model, "object": "model", "created": front.created, "owned_by": "slipstream"}
-    return {**card, "root": front.engine_config.model, "max_model_len": limits.max_len if limits else None}
+    card |= {"root": front.engine_config.model, "max_model_len": limits.max_len if limits else None}
+    return {**card, "vocab_size": front.tokenizer.vocab_size if front.tokenizer else None}
 
 
 async def tokenize(http: HttpRequest) -> Response:
@@ -84,6 +85,12 @@ async def health(http: HttpRequest) -> Response:
     if reason is None:
         return as_json({"status": "ok"})
     return as_json({"status": "unavailable", "reason": reason}, 503, **{"retry-after": "2"})
+
+
+async def ready(http: HttpRequest) -> Response:
+    """GET /ready: 200 when a new request would be served now; 503 while starting, failed or draining."""
+    reason = http.app.state.front.unhealthy()
+    return as_json({"ready": True}) if reason is None else as_json({"ready": False, "reason": reason}, 503)
 
 
 async def version(http: HttpRequest) -> Response:

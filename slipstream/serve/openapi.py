@@ -6,16 +6,24 @@ import msgspec
 
 import slipstream
 from slipstream.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from slipstream.serve.messages_body import CountTokensBody, MessagesBody
+from slipstream.serve.responses_body import ResponsesBody
 
 POSTS: dict[str, tuple[type, str]] = {
     "/v1/chat/completions": (ChatBody, "Answer a conversation"),
     "/v1/completions": (CompletionBody, "Continue texts or token ids"),
+    "/v1/responses": (ResponsesBody, "Answer, in the form of OpenAI's responses"),
+    "/v1/messages": (MessagesBody, "Answer a conversation, in Anthropic's form"),
+    "/v1/messages/count_tokens": (CountTokensBody, "Tokens of a conversation, in Anthropic's form"),
     "/tokenize": (TokenizeBody, "Text or conversation to token ids"),
     "/detokenize": (DetokenizeBody, "Token ids to text"),
 }
 GETS = {
     "/v1/models": "The model served",
+    "/v1/models/{id}": "The model, by its name",
+    "/v1/responses/{id}": "A stored response",
     "/health": "200 when requests are served, else 503 with the reason",
+    "/ready": "200 when a new request would be served now, else 503",
     "/version": "The server's version",
     "/metrics": "Prometheus metrics",
 }

@@ -20,14 +20,14 @@ def raw(port: int, data: bytes, timeout: float = 5) -> bytes:
         return out
 
 
-def test_the_key_covers_everything_but_health(own_front):
+def test_the_key_covers_everything_but_the_probes(own_front):
     front = own_front(api_key="sesame", enable_debug=True)
     spec = front.client.get("/openapi.json", headers={"authorization": "Bearer sesame"}).json()
     paths = [*spec["paths"], "/openapi.json", "/nope", "/v1/models/fake", "/"]
     for path in paths:
         method = "POST" if "post" in spec["paths"].get(path, {}) else "GET"
         status = front.client.request(method, path).status_code
-        assert status == (200 if path == "/health" else 401), path
+        assert status == (200 if path in ("/health", "/ready") else 401), path
         for bad in ("Bearer wrong", "Basic sesame", "sesame", "Bearer", "Bearer sesame2"):
             r = front.client.request(method, path, headers={"authorization": bad})
             assert path == "/health" or r.status_code == 401

@@ -1,0 +1,103 @@
+"""/v1/messages, with the `anthropic` client and by hand."""
+
+import anthropic
+import pytest
+
+from tests.serve.fake import EOS, Script
+from tests.serve.test_chat import prompt_of
+from tests.serve.test_tools import CALL, thinking  # noqa: F401
+
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def script(text: str) -> Script:
+    return Script([*text.encode(), EOS])
+
+
+@pytest.fixture
+def client(roomy):
+    with anthropic.Anthropic(base_url=roomy.url, api_key="none", max_retries=0) as c:
+        yield c
+
+
+def test_a_message_is_answered(client, roomy):
+    m = client.messages.create(model="fake", max_tokens=50, system="be brief", messages=HI)
+    assert m.content[0].text == "hello" and m.stop_reason == "end_turn" and m.role == "assistant"
+    assert m.usage.output_tokens == 6 and m.usage.input_tokens > 0 and m.id.startswith("msg_")
+    assert prompt_of(roomy).startswith("|system\nbe brief||user\nhi|")
+    assert client.messages.create(model="fake", max_tokens=3, messages=HI).stop_reason == "max_tokens"
+    m = client.messages.create(model="fake", max_tokens=50, messages=HI, stop_sequences=["l"])
+    assert m.stop_reason == "stop_sequence" and m.stop_sequence == "l" and m.content[0].text == "he"
+    assert client.messages.count_tokens(model="fake", messages=HI).input_tokens > 2
+
+
+def test_a_stream_has_anthropic_s_events_in_order(client, roomy):
+    with client.messages.stream(model="fake", max_tokens=50, messages=HI) as stream:
+        assert "".join(stream.text_stream) == "hello"
+        assert stream.get_final_message().stop_reason == "end_turn"
+    body = {"model": "fake", "max_tokens": 50, "messages": HI, "stream": True}
+    lines = roomy.client.post("/v1/messages", json=body).text.splitlines()
+    kinds = [line[7:] for line in lines if line.startswith("event: ")]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+
+
+def test_an_agent_s_loop_of_three_turns(client, roomy):
+    said = [CALL, "Then:\n" + CALL, "Rain."]
+    roomy.script = lambda request: script(said.pop(0))
+    messages: list = [{"role": "user", "content": "weather?"}]
+    for _ in range(4):
+        with client.messages.stream(model="fake", max_tokens=300, messages=messages, tools=[TOOL]) as stream:  # type: ignore
+            m = stream.get_final_message()
+        messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in m.content]})
+        if m.stop_reason != "tool_use":
+            break
+        use = m.content[-1]
+        assert use.type == "tool_use" and use.name == "get_weather" and use.input == {"city": "Paris"}
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "rain"}]}
+        messages.append({"role": "user", "content": [result]})
+    assert len(roomy.leader.requests) == 3 and m.content[0].text == "Rain." and "<tool_response>\nrain" in prompt_of(roomy)
+
+
+def test_forced_tools_and_reasoning(client, thinking):  # noqa: F811
+    thinking.script = script('[{"name": "get_weather", "arguments": {"city": "Rome"}}]')
+    m = client.messages.create(model="fake", max_tokens=99, messages=HI, tools=[TOOL], tool_choice={"type": "any"})  # type: ignore
+    assert m.content[0].input == {"city": "Rome"} and m.stop_reason == "tool_use" and thinking.leader.requests[-1].grammar
+    thinking.script = script("<think>hm</think>hello")
+    m = client.messages.create(model="fake", max_tokens=99, messages=HI)
+    assert [b.type for b in m.content] == ["thinking", "text"] and m.content[0].thinking == "hm"
+
+
+def test_the_last_assistant_message_is_gone_on_with(client, roomy):
+    client.messages.create(model="fake", max_tokens=9, messages=[*HI, {"role": "assistant", "content": "so far"}])
+    assert prompt_of(roomy) == "|user\nhi||assistant\nso far"
+
+
+def test_errors_have_anthropic_s_shape(client, roomy):
+    with pytest.raises(anthropic.BadRequestError) as e:
+        client.messages.create(model="fake", max_tokens=9000, messages=HI)
+    assert e.value.body["type"] == "error" and e.value.body["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in e.value.body["error"]["message"]
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="other", max_tokens=9, messages=HI)
+    r = roomy.client.post("/v1/messages", json={"messages": HI})
+    assert r.status_code == 400 and "max_tokens" in r.json()["error"]["message"]
+    roomy.script = Script([*b"ab"], reason="error", error="the device is gone")
+    stream = client.messages.create(model="fake", max_tokens=9, messages=HI, stream=True)
+    with pytest.raises(anthropic.APIStatusError, match="device"):
+        list(stream)
+
+
+def test_the_key_may_come_as_anthropic_s_clients_send_it(own_front):
+    front = own_front(api_key="sesame")
+    with anthropic.Anthropic(base_url=front.url, api_key="sesame", max_retries=0) as client:
+        assert client.messages.create(model="fake", max_tokens=9, messages=HI).content[0].text == "hello"  # type: ignore
+    wrong = anthropic.Anthropic(base_url=front.url, api_key="wrong", max_retries=0)
+    with wrong as client, pytest.raises(anthropic.AuthenticationError):
+        client.messages.create(model="fake", max_tokens=9, messages=HI)  # type: ignore

@@ -1,0 +1,184 @@
+"""/v1/responses, with the `openai` client and by hand."""
+
+import json
+
+import openai
+import pytest
+
+from slipstream.serve.shelf import DATA_BYTES, Shelf
+from tests.serve.fake import EOS, Script, wait_for
+from tests.serve.test_chat import prompt_of
+from tests.serve.test_tools import CALL, thinking  # noqa: F401
+
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+
+
+def script(text: str) -> Script:
+    return Script([*text.encode(), EOS])
+
+
+@pytest.fixture
+def client(roomy):
+    with openai.OpenAI(base_url=roomy.url + "/v1", api_key="none", max_retries=0) as c:
+        yield c
+
+
+def test_a_response_is_made_retrieved_and_deleted(client, roomy):
+    r = client.responses.create(model="fake", input="hi", instructions="be brief", max_output_tokens=40, metadata={"a": "b"})
+    assert r.output_text == "hello" and r.status == "completed" and r.metadata == {"a": "b"}
+    assert r.usage.output_tokens == 6 and r.usage.total_tokens == r.usage.input_tokens + 6
+    assert prompt_of(roomy).startswith("|system\nbe brief||user\nhi|")
+    again = client.responses.retrieve(r.id)
+    assert again.output_text == "hello" and again.id == r.id and again.usage == r.usage
+    client.responses.delete(r.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(r.id)
+
+
+def test_the_conversation_goes_on_from_a_stored_response(client, roomy):
+    first = client.responses.create(model="fake", input="one", instructions="brief")
+    second = client.responses.create(model="fake", input="two", previous_response_id=first.id)
+    assert prompt_of(roomy) == "|user\none||assistant\nhello||user\ntwo||assistant\n"
+    client.responses.create(model="fake", input="three", previous_response_id=second.id)
+    assert prompt_of(roomy).startswith("|user\none||assistant\nhello||user\ntwo||assistant\nhello||user\nthree|")
+    unstored = client.responses.create(model="fake", input="x", store=False)
+    with pytest.raises(openai.NotFoundError) as e:
+        client.responses.create(model="fake", input="x", previous_response_id=unstored.id)
+    assert e.value.param == "previous_response_id"
+
+
+def test_a_stream_has_openai_s_events_in_order(client, roomy):
+    events = list(client.responses.create(model="fake", input="hi", stream=True))
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    kinds = [e.type for e in events if e.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "hello"
+    assert events[-1].response.output_text == "hello" and events[-1].response.usage.output_tokens == 6
+    assert client.responses.retrieve(events[0].response.id).output_text == "hello"
+    with client.responses.stream(model="fake", input="hi") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == "hello"
+
+
+def test_calls_and_their_results(client, roomy):
+    roomy.script = script("Wait.\n" + CALL)
+    r = client.responses.create(model="fake", input="weather?", tools=[TOOL])
+    text, call = r.output
+    assert text.type == "message" and call.type == "function_call" and json.loads(call.arguments) == {"city": "Paris"}
+    roomy.script = script("rain")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    r2 = client.responses.create(model="fake", input=[output], previous_response_id=r.id, tools=[TOOL])
+    assert r2.output_text == "rain" and CALL in prompt_of(roomy) and "<tool_response>\nrain" in prompt_of(roomy)
+    items = [{"role": "user", "content": "weather?"}, *[o.model_dump() for o in r.output], output]
+    client.responses.create(model="fake", input=items, tools=[TOOL])
+    assert CALL in prompt_of(roomy)
+    roomy.script = script(CALL)
+    events = list(client.responses.create(model="fake", input="x", tools=[TOOL], stream=True))
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"city": "Paris"}'
+    (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert done.name == "get_weather" and events[-1].response.output[0].status == "completed"
+
+
+def test_forced_calls_and_formats_are_bound(client, roomy):
+    roomy.script = script('{"name": "get_weather", "arguments": {"city": "Rome"}}')
+    r = client.responses.create(model="fake", input="x", tools=[TOOL], tool_choice={"type": "function", "name": "get_weather"})
+    assert r.output[0].name == "get_weather" and roomy.leader.requests[-1].grammar
+    roomy.script = script('{"a": 1}')
+    format = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    r = client.responses.create(model="fake", input="x", text={"format": format})
+    assert r.output_text == '{"a": 1}' and roomy.leader.requests[-1].grammar
+
+
+def test_an_answer_that_was_cut_off_is_incomplete(client, roomy):
+    r = client.responses.create(model="fake", input="x", max_output_tokens=3)
+    assert r.status == "incomplete" and r.incomplete_details.reason == "max_output_tokens" and r.output_text == "hel"
+    roomy.script = script('{"name": "get_weather", "arguments": {"city": "Rome"}}')
+    r = client.responses.create(model="fake", input="x", tools=[TOOL], tool_choice="required", max_output_tokens=45)
+    assert r.status == "incomplete" and r.output == []
+    events = list(client.responses.create(model="fake", input="x", max_output_tokens=3, stream=True))
+    assert events[-1].type == "response.incomplete"
+
+
+def test_reasoning_is_an_item_of_its_own(thinking):  # noqa: F811
+    thinking.script = script("<think>hm</think>hello")
+    r = thinking.client.post("/v1/responses", json={"input": "x"}).json()
+    assert [o["type"] for o in r["output"]] == ["reasoning", "message"] and r["output"][0]["content"][0]["text"] == "hm"
+    assert r["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_a_failure_ends_a_stream_with_its_event(client, roomy):
+    roomy.script = Script([*b"ab"], reason="error", error="the device is gone")
+    events = list(client.responses.create(model="fake", input="x", stream=True))
+    assert events[-1].type == "response.failed" and "device" in events[-1].response.error.message
+    with pytest.raises(openai.InternalServerError, match="device"):
+        client.responses.create(model="fake", input="x")
+
+
+def test_background_responses_are_retrieved_and_cancelled(client, roomy):
+    r = client.responses.create(model="fake", input="x", background=True)
+    assert r.status in ("in_progress", "completed")
+    wait_for(lambda: client.responses.retrieve(r.id).status == "completed")
+    assert client.responses.retrieve(r.id).output_text == "hello"
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    r = client.responses.create(model="fake", input="x", background=True)
+    assert client.responses.cancel(r.id).status == "cancelled"
+    wait_for(lambda: roomy.leader.aborts and not roomy.front.open)
+    with pytest.raises(openai.BadRequestError):
+        done = client.responses.create(model="fake", input="x", max_output_tokens=2)
+        client.responses.cancel(done.id)
+
+
+@pytest.mark.parametrize(
+    "change,param",
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "no"}]}, "input"),
+        ({"max_output_tokens": 100_000}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format.schema"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "x"}, "conversation"),
+        ({"background": True, "stream": True}, "background"),
+        ({"max_tokens": 5}, "max_tokens"),
+    ],
+)
+def test_bad_fields_are_named_as_the_client_knows_them(roomy, change, param):
+    r = roomy.client.post("/v1/responses", json={"input": "x", **change})
+    assert r.status_code == 400 and r.json()["error"]["param"].startswith(param), r.text
+    assert not roomy.leader.requests
+
+
+def test_a_shelf_is_bounded_expires_and_is_shared():
+    a = Shelf()
+    b = Shelf(a._fd)
+    keys = [f"{i:024d}" for i in range(6)]
+    assert a.put(keys[0], b"x" * 10) and b.get(keys[0]) == b"x" * 10
+    assert not a.put(keys[1], bytes(DATA_BYTES))
+    for i in range(1, 6):
+        assert b.put(keys[i], bytes([i]) * (DATA_BYTES // 4 - 5))
+    assert a.get(keys[0]) is None and a.get(keys[1]) is None  # overwritten by what is newer
+    assert a.get(keys[5]) == bytes([5]) * (DATA_BYTES // 4 - 5)  # across the ring's end
+    b.mark(keys[5])
+    a.put(keys[5], b"new")
+    assert a.marked(keys[5]) and b.get(keys[5]) == b"new"
+    assert a.remove(keys[5]) and b.get(keys[5]) is None and not b.remove(keys[5]) and b.marked(keys[5])
+    assert Shelf(a._fd, seconds=0.0).get(keys[4]) is None
