@@ -160,6 +160,7 @@ class CudaExecutor:
         self.ring = torch.zeros((DEPTH, slots + 1), dtype=torch.int32, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.scratch = self.ops.scratch(slots, shape.heads, shape.head_dim)
+        self.prompt_scratch = self.ops.prompt_scratch(shape.head_dim)
         parts = split_evenly(self.model.vocab, self.shard.size)
         self.chooser = Chooser(
             self.tables, self.inputs, self.symmetric, self.model.vocab, parts, self.ring, self.counter, self.model.logits,
@@ -174,11 +175,11 @@ class CudaExecutor:
 
     # --- the work of a step, captured or not
 
-    def _step(self, tokens: int, decode_rows: int, prefill_blocks: int, decodes: Tensor) -> CudaStep:
+    def _step(self, tokens: int, decode_rows: int, prompts: bool, decodes: Tensor) -> CudaStep:
         i = self.inputs
         return CudaStep(
             i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.tiles,
-            self.scratch, self.config.block_size, decode_rows, decodes, prefill_blocks, i.blocks, i.counts[1:2],
+            self.scratch, self.prompt_scratch, self.config.block_size, decode_rows, decodes, prompts, i.blocks, i.counts[1:2],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:
@@ -188,15 +189,13 @@ class CudaExecutor:
             i.slots, t.next, t.tokens, i.ids, i.positions, i.sample_token, i.sample_slot, i.sample_position, rows,
             t.tokens.stride(0), B=128,
         )  # fmt: skip
-        self._gather(self.model.forward(self._step(rows, rows, 0, self.everyone)), rows)
+        self._gather(self.model.forward(self._step(rows, rows, False, self.everyone)), rows)
 
     def _forward_mixed(self, tokens: int) -> Tensor:
         i, t = self.inputs, self.tables
         self.ops.begin()
         ids_kernel[(-(-tokens // 128),)](i.slots, i.positions, t.tokens, i.ids, tokens, t.tokens.stride(0), B=128)
-        rows = min(self.slots, tokens)
-        blocks = -(-tokens // PREFILL_ROWS) + rows
-        hidden = self.model.forward(self._step(tokens, rows, blocks, i.counts[0:1]))
+        hidden = self.model.forward(self._step(tokens, min(self.slots, tokens), True, i.counts[0:1]))
         self._gather(hidden, self.slots)
         return hidden
 

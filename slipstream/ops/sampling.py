@@ -76,13 +76,19 @@ def unpack_mask(mask: np.ndarray, first: int, count: int) -> Tensor:
 
 def token_logprobs(logits: Tensor, tokens: list[int], top: list[int]) -> list[TokenLogprobs]:
     """Log probabilities of one token in each row of raw logits float32 [n, vocab], with the `top[i]` best of the row."""
-    logs = logits.log_softmax(-1)
-    own = logs.gather(1, torch.tensor(tokens)[:, None])
-    ranks = (logs > own).sum(-1).add_(1).tolist()
-    most = max(top)
-    values, ids = logs.topk(most, -1) if most else (logs[:, :0], torch.zeros(len(tokens), 0, dtype=torch.int64))
-    rows = zip(own[:, 0].tolist(), ranks, ids.tolist(), values.tolist(), top, strict=True)
-    return [TokenLogprobs(value, rank, best[:k], logs[:k]) for value, rank, best, logs, k in rows]
+    totals = logits.logsumexp(-1).tolist()
+    return [_one_logprob(*row) for row in zip(logits.numpy(), totals, tokens, top, strict=True)]
+
+
+def _one_logprob(row: np.ndarray, total: float, token: int, top: int) -> TokenLogprobs:
+    own = row[token]
+    rank = 1 + int(np.count_nonzero(row > own))
+    if top == 0:
+        return TokenLogprobs(float(own) - total, rank, [], [])
+    top = min(top, len(row))
+    ids = _at_least(row, row.max(), lambda found: len(found) >= top)
+    best = ids[np.argsort(-row[ids], kind="stable")[:top]]
+    return TokenLogprobs(float(own) - total, rank, best.tolist(), (row[best].astype(np.float64) - total).tolist())
 
 
 def adjust(logits: Tensor, sampling: Sampling, tokens: np.ndarray, prompt_len: int) -> None:

@@ -12,37 +12,36 @@ from slipstream.ops.triton_kernel import jit, tl
 
 @jit
 def _finish_split(
-    acc, total, best, partial, stats, arrived, out, row, head, split, splits, used,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    acc, total, best, partial, stats, arrived, out_at, keep, unit, split, splits, used, M: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """Writes a row's output where it has one part; else leaves this part for the last split to arrive, which joins them."""
-    g = tl.arange(0, 16)
+    """Writes the output of M queries where their cache has one part; else the last part to arrive joins them all.
+
+    partial float32 [units * splits, M, DP], stats float32 [units * splits, 2, M], arrived int32 [units], zero before and after.
+    """
+    m = tl.arange(0, M)
     d = tl.arange(0, DP)
-    keep = (g[:, None] < GROUP) & (d < D)[None, :]
-    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
     if used == 1:
-        tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+        tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
     else:
-        unit = row.to(tl.int64) * HEADS + head
         mine = unit * splits + split
-        tl.store(partial + mine * 16 * DP + g[:, None] * DP + d[None, :], acc, mask=keep)
-        tl.store(stats + mine * 32 + g, best)
-        tl.store(stats + mine * 32 + 16 + g, total)
+        tl.store(partial + mine * M * DP + m[:, None] * DP + d[None, :], acc, mask=keep)
+        tl.store(stats + mine * 2 * M + m, best)
+        tl.store(stats + mine * 2 * M + M + m, total)
         tl.debug_barrier()  # every thread's stores come before the one atomic of this program
         if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == used - 1:
             tl.store(arrived + unit, 0)
-            top = tl.full([16], -float("inf"), tl.float32)
+            top = tl.full([M], -float("inf"), tl.float32)
             for i in range(used):
-                top = tl.maximum(top, tl.load(stats + (unit * splits + i) * 32 + g, cache_modifier=".cg"))
-            total = tl.zeros([16], tl.float32)
-            acc = tl.zeros([16, DP], tl.float32)
+                top = tl.maximum(top, tl.load(stats + (unit * splits + i) * 2 * M + m, cache_modifier=".cg"))
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, DP], tl.float32)
             for i in range(used):
                 part = unit * splits + i
-                weight = tl.exp2(tl.load(stats + part * 32 + g, cache_modifier=".cg") - top)
-                total += weight * tl.load(stats + part * 32 + 16 + g, cache_modifier=".cg")
-                at = partial + part * 16 * DP + g[:, None] * DP + d[None, :]
+                weight = tl.exp2(tl.load(stats + part * 2 * M + m, cache_modifier=".cg") - top)
+                total += weight * tl.load(stats + part * 2 * M + M + m, cache_modifier=".cg")
+                at = partial + part * M * DP + m[:, None] * DP + d[None, :]
                 acc += tl.load(at, mask=keep, other=0.0, cache_modifier=".cg") * weight[:, None]
-            tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
+            tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
 
 
 @jit(do_not_specialize=["splits", "least"])
@@ -52,10 +51,9 @@ def decode_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One (row, key head, split): its queries over its part of the row's cache. The last split to arrive joins the parts.
+    """One (row, key head, split): its queries over its part of the row's cache.
 
-    partial float32 [rows, HEADS, splits, 16, DP], stats float32 [rows, HEADS, splits, 2, 16], arrived int32 [rows, HEADS] (zero before
-    and after). `least` is the fewest tokens worth a split of their own; rows from `limit` int32 [1] on are not decoding.
+    `least` is the fewest tokens worth a split of their own; rows from `limit` int32 [1] on are not decoding.
     """
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if row >= tl.load(limit):
@@ -91,9 +89,9 @@ def decode_kernel(
         v = tl.load(values + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         best = top
-    _finish_split(
-        acc, total, best, partial, stats, arrived, out, row, head, split, splits, used, HEADS, GROUP, D, DP
-    )  # fmt: skip
+    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
+    unit = row.to(tl.int64) * HEADS + head
+    _finish_split(acc, total, best, partial, stats, arrived, out_at, keep, unit, split, splits, used, 16, DP)
 
 
 @jit
@@ -125,45 +123,6 @@ def _attend(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         best = top
     return acc, total, best
-
-
-@jit
-def prefill_kernel(
-    qkv, keys, values, tables, blocks, count, out, scale, qkv_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One (block of up to M consecutive tokens of one request, query head), causal over the request's whole cache.
-
-    blocks int32 [*, 4]: (slot, position of the block's first token, its index in the step, tokens); `count` int32 [1] blocks are real.
-    """
-    block, query = tl.program_id(1), tl.program_id(0)
-    if block >= tl.load(count):
-        return
-    slot = tl.load(blocks + block * 4)
-    position = tl.load(blocks + block * 4 + 1)
-    token = tl.load(blocks + block * 4 + 2)
-    rows = tl.load(blocks + block * 4 + 3)
-    head = query // GROUP
-    table = tables + slot.to(tl.int64) * table_stride
-    m = tl.arange(0, M)
-    d = tl.arange(0, DP)
-    keep = (m[:, None] < rows) & (d < D)[None, :]
-    q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
-    q = tl.load(q_at, mask=keep, other=0.0)
-    best = tl.full([M], -1e30, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DP], tl.float32)
-    limit = position + m
-    seen = (position + 1) // N * N  # every query of the block sees all of [0, seen)
-    acc, total, best = _attend(
-        acc, total, best, q, table, keys, values, 0, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP, PRECISION
-    )  # fmt: skip
-    acc, total, best = _attend(
-        acc, total, best, q, table, keys, values, seen, position + rows, limit, head, d, scale, HEADS, D, BLOCK, N, True, PRECISION
-    )  # fmt: skip
-    out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
-    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=keep)
 
 
 @jit
@@ -227,39 +186,83 @@ def decode_tiles_kernel(
         acc, total, best = _attend_tiles(
             acc, total, best, q, table, keys, values, whole, end, limits, head, scale, HEADS, BLOCK, N, True, PRECISION
         )  # fmt: skip
-    _finish_split(acc, total, best, partial, stats, arrived, out, row, head, split, splits, used, HEADS, GROUP, D, D)
+    keep = (g[:, None] < GROUP) & (d < D)[None, :]
+    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
+    unit = row.to(tl.int64) * HEADS + head
+    _finish_split(acc, total, best, partial, stats, arrived, out_at, keep, unit, split, splits, used, 16, D)
 
 
 @jit
-def prefill_tiles_kernel(
-    qkv, keys, values, tables, blocks, count, out, scale, qkv_stride, table_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def _even_splits(units, programs, MOST: tl.constexpr, ROOM: tl.constexpr):
+    """Into how many parts each unit is cut so that `programs` programs end at about the same time; a part costs a little more."""
+    best = tl.cdiv(units, programs) * programs * 1000 // units
+    splits = 1
+    for s in tl.static_range(2, MOST + 1):
+        cost = tl.cdiv(units * s, programs) * programs * (1000 + 40 * (s - 1)) // (units * s)
+        better = (cost < best) & (units * s <= ROOM)
+        splits = tl.where(better, s, splits)
+        best = tl.where(better, cost, best)
+    return splits
+
+
+@jit
+def prefill_kernel(
+    qkv, keys, values, tables, blocks, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, LEAST: tl.constexpr, TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`prefill_kernel` for pages of a multiple of N tokens: keys and values are descriptors of [*, D] in tiles [N, D]."""
-    block, query = tl.program_id(1), tl.program_id(0)
-    if block >= tl.load(count):
-        return
-    slot = tl.load(blocks + block * 4)
-    position = tl.load(blocks + block * 4 + 1)
-    token = tl.load(blocks + block * 4 + 2)
-    rows = tl.load(blocks + block * 4 + 3)
-    head = query // GROUP
-    table = tables + slot.to(tl.int64) * table_stride
+    """Blocks of up to M consecutive tokens of one request, by query head, causal over the request's whole cache.
+
+    blocks int32 [*, 4]: (slot, position of the block's first token, its index in the step, tokens); `count` int32 [1] blocks are real.
+    As many programs as there are multiprocessors share them: few blocks are cut along the cache into up to MOST parts of at least
+    LEAST tokens, so that a short chunk behind a long context is no slower than its work. TILES: see `decode_tiles_kernel`.
+    """
+    units = tl.load(count) * HEADS * GROUP
+    programs = tl.num_programs(0)
+    splits = _even_splits(tl.maximum(units, 1), programs, MOST, ROOM)
     m = tl.arange(0, M)
-    d = tl.arange(0, D)
-    q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
-    q = tl.load(q_at, mask=m[:, None] < rows, other=0.0)
-    best = tl.full([M], -1e30, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, D], tl.float32)
-    limit = position + m
-    seen = (position + 1) // N * N
-    acc, total, best = _attend_tiles(
-        acc, total, best, q, table, keys, values, 0, seen, limit, head, scale, HEADS, BLOCK, N, False, PRECISION
-    )  # fmt: skip
-    acc, total, best = _attend_tiles(
-        acc, total, best, q, table, keys, values, seen, position + rows, limit, head, scale, HEADS, BLOCK, N, True, PRECISION
-    )  # fmt: skip
-    out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
-    tl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=m[:, None] < rows)
+    d = tl.arange(0, DP)
+    for item in range(tl.program_id(0), units * splits, programs):
+        unit, split = item // splits, item % splits
+        query = unit % (HEADS * GROUP)
+        block = blocks + unit // (HEADS * GROUP) * 4
+        slot = tl.load(block)
+        position = tl.load(block + 1)
+        token = tl.load(block + 2)
+        rows = tl.load(block + 3)
+        length = position + rows
+        per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, LEAST)
+        used = tl.cdiv(length, per)
+        if split < used:
+            head = query // GROUP
+            table = tables + slot.to(tl.int64) * table_stride
+            keep = (m[:, None] < rows) & (d < D)[None, :]
+            q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
+            q = tl.load(q_at, mask=keep, other=0.0)
+            best = tl.full([M], -1e30, tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, DP], tl.float32)
+            limit = position + m
+            first = split * per
+            last = tl.minimum(first + per, length)
+            seen = tl.maximum(first, tl.minimum((position + 1) // N * N, last))  # every query sees all of [first, seen)
+            if TILES:
+                acc, total, best = _attend_tiles(
+                    acc, total, best, q, table, keys, values, first, seen, limit, head, scale, HEADS, BLOCK, N, False, PRECISION
+                )  # fmt: skip
+                acc, total, best = _attend_tiles(
+                    acc, total, best, q, table, keys, values, seen, last, limit, head, scale, HEADS, BLOCK, N, True, PRECISION
+                )  # fmt: skip
+            else:
+                acc, total, best = _attend(
+                    acc, total, best, q, table, keys, values, first, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP,
+                    PRECISION,
+                )  # fmt: skip
+                acc, total, best = _attend(
+                    acc, total, best, q, table, keys, values, seen, last, limit, head, d, scale, HEADS, D, BLOCK, N, True,
+                    PRECISION,
+                )  # fmt: skip
+            out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
+            where = unit.to(tl.int64)
+            _finish_split(acc, total, best, partial, stats, arrived, out_at, keep, where, split, splits, used, M, DP)

@@ -14,12 +14,7 @@ from slipstream.errors import ModelError
 from slipstream.layers.shard import Shard
 from slipstream.ops.interface import Attention
 from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
-from slipstream.ops.triton_attention import (
-    decode_kernel,
-    decode_tiles_kernel,
-    prefill_kernel,
-    prefill_tiles_kernel,
-)
+from slipstream.ops.triton_attention import decode_kernel, decode_tiles_kernel, prefill_kernel
 from slipstream.ops.triton_kernel import cdiv, power, tl
 from slipstream.ops.triton_rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
 from slipstream.ops.triton_sum import meet_kernel, sum_add_norm_kernel
@@ -27,6 +22,8 @@ from slipstream.ops.triton_sum import meet_kernel, sum_add_norm_kernel
 LOG2E = 1.4426950408889634
 TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 PREFILL_ROWS = 128  # tokens of a prompt in one program
+PREFILL_SPLITS = 8  # parts of a prompt block's cache at most
+PREFILL_UNITS = 1056  # parts that there is room for
 TILE = 64  # tokens of the cache that attention takes at a time
 MEETERS = 132  # rows up to which each row's program meets its peers by itself
 
@@ -84,8 +81,8 @@ def tile_tokens(head_dim: int, itemsize: int) -> int:
 class CudaStep:
     """One step's inputs on the device. Tokens [0, decodes) are one row each, prompt tokens follow, then padding.
 
-    `decode_rows` and `prefill_blocks` are grid sizes: upper bounds that a captured graph keeps; `decodes` and `block_count`
-    int32 [1] say on the device how many are real.
+    `decode_rows` is a grid's size: an upper bound that a captured graph keeps; `decodes` int32 [1] says on the device how many
+    are real. With `prompts`, so does `block_count` int32 [1] of `blocks`, which are those of `prefill_kernel`.
     """
 
     ids: Tensor  # int32 [T]
@@ -95,10 +92,11 @@ class CudaStep:
     caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
     tiles: list[tuple[Any, Any]] | None  # the same caches as descriptors of tiles, where `tile_rows` allows
     scratch: Scratch
+    prompt_scratch: Scratch
     block: int
     decode_rows: int
     decodes: Tensor
-    prefill_blocks: int = 0
+    prompts: bool = False
     blocks: Tensor | None = None
     block_count: Tensor | None = None
 
@@ -116,6 +114,7 @@ class CudaOps:
         self.precision = "ieee" if self.dtype == torch.float32 else "tf32"
         self._turn = 0
         self._side = torch.cuda.Stream(self.device)
+        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
         return Linear(self.tensor(tensor), None if bias is None else self.tensor(bias))
@@ -171,12 +170,12 @@ class CudaOps:
         s, n = step.scratch, tile_tokens(d, self.dtype.itemsize)
         sizes = (scale, qkv.stride(0), columns)
         shape = {"HEADS": heads.keys, "GROUP": group, "D": d, "BLOCK": step.block, "N": n, "PRECISION": self.precision}
-        decode, prefill, stages = decode_tiles_kernel, prefill_tiles_kernel, (2, 4)
+        decode, stages = decode_tiles_kernel, (2, 4)
         if step.tiles:
             keys, values = step.tiles[spec.layer]
         else:
             shape["DP"] = power(d)
-            decode, prefill, stages = decode_kernel, prefill_kernel, (3, 5) if n == TILE else (2, 2)
+            decode, stages = decode_kernel, (3, 5) if n == TILE else (2, 2)
 
         def decode_part() -> None:
             splits, least = splits_of(step.decode_rows, heads.keys)
@@ -185,15 +184,17 @@ class CudaOps:
                 *sizes, splits, least, num_warps=4, num_stages=stages[0], **shape,
             )  # fmt: skip
 
-        if not step.prefill_blocks:
+        if not step.prompts:
             decode_part()
             return out
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):  # decode rows wait for memory, prompt rows for arithmetic
             decode_part()
-        prefill[(heads.queries, step.prefill_blocks)](
-            qkv, keys, values, step.tables, step.blocks, step.block_count, out, *sizes, M=PREFILL_ROWS, num_warps=8,
-            num_stages=stages[1], **shape,
+        p = step.prompt_scratch
+        prefill_kernel[(self.processors,)](
+            qkv, keys, values, step.tables, step.blocks, step.block_count, p.partial, p.stats, p.arrived, out, *sizes,
+            M=PREFILL_ROWS, MOST=PREFILL_SPLITS, ROOM=PREFILL_UNITS, LEAST=512, TILES=step.tiles is not None,
+            num_warps=8, num_stages=stages[1], **shape | {"DP": power(d)},
         )  # fmt: skip
         torch.cuda.current_stream().wait_stream(self._side)
         return out
@@ -262,6 +263,15 @@ class CudaOps:
         meet_kernel[(1,)](
             s.flags.addresses, s.counts, s.fault, s.rank, FAULT_NS, WORLD=s.size, PROGRAMS=PROGRAMS, num_warps=1
         )  # fmt: skip
+
+    def prompt_scratch(self, head_dim: int) -> Scratch:
+        """Room for the parts of prompt blocks; apart from the decode rows', which are computed at the same time."""
+        options = {"dtype": torch.float32, "device": self.device}
+        return Scratch(
+            torch.empty(PREFILL_UNITS * PREFILL_ROWS * power(head_dim), **options),
+            torch.empty(PREFILL_UNITS * PREFILL_ROWS * 2, **options),
+            torch.zeros(PREFILL_UNITS, dtype=torch.int32, device=self.device),
+        )
 
     def scratch(self, most_rows: int, heads: int, head_dim: int) -> Scratch:
         """Room for up to `most_rows` decode rows cut into parts."""

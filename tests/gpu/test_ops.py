@@ -57,7 +57,7 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("queries, keys, dim", [(8, 2, 64), (6, 3, 80), (16, 4, 128), (4, 4, 96), (4, 1, 256)])
-@pytest.mark.parametrize("shape", ["decode", "one long row", "mixed"])
+@pytest.mark.parametrize("shape", ["decode", "one long row", "mixed", "short chunk, long context"])
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     from slipstream.ops.interface import Attention
@@ -68,6 +68,7 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     starts, counts, decodes = {
         "decode": ([0, 5, 300, 1500, 31, 32], [1] * 6, 6),
         "one long row": ([2900], [1], 1),
+        "short chunk, long context": ([3900, 2000], [40, 131], 0),
         "mixed": ([40, 700, 0, 129, 1000], [1, 1, 150, 1, 77], 2),
     }[shape]
     rows, total, padded = len(starts), sum(counts), sum(counts) + 3
@@ -109,7 +110,7 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     step = CudaStep(
         positions, positions, slots, tables, [(cache[0], cache[1])], ops.tile_caches([(cache[0], cache[1])], block),
-        ops.scratch(8, keys, dim), block, min(8, rows), put([decodes]), len(blocks) + 2,
+        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), block, min(8, max(1, decodes)), put([decodes]), bool(blocks),
         put(blocks + [(0, 0, 0, 0)] * 2), put([len(blocks)]),
     )  # fmt: skip
     for _ in range(3):  # the splits' counters are zero again after each kernel
