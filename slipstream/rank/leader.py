@@ -36,7 +36,9 @@ WINDOW = 64  # entries that may lack a reply
 MAX_GRAMMAR = 1 << 20  # bytes; a message must fit into the channel
 HEARTBEAT = 1.0  # seconds after which an idle leader writes an empty entry
 LEAD = 0.25  # a step is planned when this share of the running one is left ...
-LEAD_SECONDS = 0.001  # ... and this much more
+LEAD_SECONDS = 0.001  # ... and this much more at least: it doubles when a step came too late for the device ...
+LEAD_FALLS = 0.99  # ... and falls by this factor with each step that came in time
+LEAD_MOST = 0.1  # seconds
 
 
 class Flying(NamedTuple):
@@ -65,6 +67,7 @@ class Leader(Rank):
         self.early: dict[int, list[Reply]] = {}  # replies to entries that the leader has not sealed itself
         self.ending: deque[tuple[int, Ended]] = deque()  # (entry of the drop, request), until all have acknowledged it
         self.flying: deque[Flying] = deque()
+        self.lead = LEAD_SECONDS
         self.arrived_at = 0.0
         self.steps = Counter(dict.fromkeys(ORDERS, 0))
         self.step_tokens: list[int] = []  # tokens of each step since the reader last took them
@@ -185,6 +188,10 @@ class Leader(Rank):
         seconds = outcome.seconds or self.now - max(flying.at, self.arrived_at)
         self.arrived_at = self.now
         self.planner.budget.observe(flying.decodes, flying.prompt_tokens, seconds)
+        if self.flying:
+            self.lead = max(self.lead * LEAD_FALLS, LEAD_SECONDS)
+        elif self.depth > 1 and (len(self.replica.decoding) or self.replica.prefilling):
+            self.lead = min(self.lead * 2, LEAD_MOST)  # the device has run dry: this host wakes later than it asked for
 
     # --- plan
 
@@ -214,10 +221,13 @@ class Leader(Rank):
         return self.late is None
 
     def plan_at(self) -> float:
-        """When the next step should be planned, seconds: late enough for newcomers, early enough to keep the device fed."""
+        """When the next step should be planned, seconds: late enough for newcomers, early enough to keep the device fed.
+
+        How early that is, is learned: a busy machine wakes a sleeping process late.
+        """
         running = self.flying[0]
         expected = self.planner.budget.expected(running.decodes, running.prompt_tokens)
-        return max(running.at, self.arrived_at) + expected * (1 - LEAD) - LEAD_SECONDS
+        return max(running.at, self.arrived_at) + expected * (1 - LEAD) - self.lead
 
     def write(self, plan: Plan) -> Iterator[Effect]:
         """Publishes the next entry and does the leader's own part of it."""

@@ -181,3 +181,28 @@ def test_ff03_outcomes_that_arrive_at_other_times_on_each_rank_change_no_replica
     assert follower.replica.settled_to > settled
     group.run()
     group.assert_right()
+
+
+def test_a_host_that_wakes_late_is_woken_earlier_until_the_device_is_fed():
+    """Steps of 20 ms, and wake-ups 8 ms late: with the usual lead each would come after the device has run dry."""
+    group = Lone(size=1)
+    group.leader.planner.budget.base = 0.02
+    group.on(Submitted(request(1, range(4), 240)))
+    overlapped = []
+    for _ in range(100):
+        begin = group.now
+        group.now = max(group.leader.plan_at(), begin) + 0.008
+        if group.now < begin + 0.02:
+            group.on(Tick())
+        overlapped.append(len(group.batches) == 2)
+        group.now = begin + 0.02 - 1e-3
+        group.land()
+    assert sum(overlapped[10:]) >= 0.95 * len(overlapped[10:])
+    late = group.leader.plan_at() - group.leader.arrived_at
+    for _ in range(100):  # on a host that is in time it falls back, so that newcomers join soon
+        group.on(Tick())
+        group.now = max(group.leader.plan_at(), group.now)
+        group.on(Tick())
+        group.now = group.leader.arrived_at + 0.02 - 1e-3
+        group.land()
+    assert group.leader.plan_at() - group.leader.arrived_at > late
