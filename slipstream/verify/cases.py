@@ -38,8 +38,12 @@ def limits(pages: int, slots: int = 2, host: int = 0) -> Limits:
     return Limits(pages, slots, 8, 2, True, host)
 
 
-def cases() -> list[Case]:
-    """Every situation of DESIGN.md, section 3."""
+def cases(reduced: bool = False) -> list[Case]:
+    """Every situation of DESIGN.md, section 3; unless reduced, with larger ones of three requests."""
+    return small_cases() if reduced else small_cases() + large_cases()
+
+
+def small_cases() -> list[Case]:
     plain = (1, 2, 3, 4, 5, 6)
     stops = (1, STOP, 3, 4, 5, 6)
     return [
@@ -60,8 +64,26 @@ def cases() -> list[Case]:
             "late sampling", (request(0, 1, 3, grammar=bytes((3, 0))), request(1, 1, 3, True)), (plain, stops), limits(8),
         ),
         Case("dead end", (request(0, 1, 4, grammar=bytes((2, 2))), request(1, 1, 2)), (plain, plain), limits(8), aborts=(0,)),
-        Case("leases", (request(0, 3, 2, salt=LEASED), request(1, 3, 2, True), request(2, 3, 1)), (plain, stops, plain), limits(4)),
+        Case("leases", (request(0, 3, 2, salt=LEASED), request(1, 3, 2, True), request(2, 3, 1)), (plain, stops, plain),
+             limits(4)),
         Case("rank death", (request(0, 1, 3), request(1, 1, 2)), (plain, plain), limits(8), dies=True),
         Case("serial", (request(0, 2, 3, True), request(1, 3, 2)), (stops, plain), limits(5), asynchronous=False, aborts=(1,)),
         Case("own clocks", (request(0, 1, 3), request(1, 1, 3)), (plain, plain), limits(8), expires=(0,)),
     ]  # fmt: skip
+
+
+def large_cases() -> list[Case]:
+    plain = (1, 2, 3, 4, 5, 6)
+    stops = (1, STOP, 3, 4, 5, 6)
+    three = (request(0, 3, 3, True), request(1, 1, 2), request(2, 2, 2, same=True))
+    return [
+        Case("three at any point", three, (stops, plain, plain), limits(12, 3), all_at_once=False),
+        Case("three short of pages", three, (stops, plain, plain), limits(5, 3), cap=3, aborts=(2,)),
+        Case("three with a grammar", (request(0, 3, 4, grammar=bytes((3, 3))), *three[1:]), (plain,) * 3, limits(5, 2),
+             aborts=(1,)),
+        Case("three leases", tuple(leased(r) for r in three), (stops, plain, plain), limits(6, 2)),
+    ]  # fmt: skip
+
+
+def leased(r: Request) -> Request:
+    return request(r.id, r.prompt_len, r.max_tokens, bool(r.sampling.stop_ids), salt=LEASED)

@@ -1,7 +1,7 @@
 """What pages hold in the checker's model: for each place, which tokens lie behind it; written in the order of the log.
 
-Small and exact, where `memory` is fast. A free page is blanked at once, so whoever reads a page that was handed out again, or not
-yet written, finds a blank.
+Small and exact, where `memory` is fast. A free page is blanked at once, so whoever reads a page that was handed out again, or
+not yet written, finds a blank.
 """
 
 from slipstream.log.batch import Batch, Offload, Restore

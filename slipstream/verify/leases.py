@@ -117,8 +117,8 @@ class LeaseLeader(Leader, LeaseRank):
         return other
 
     def state(self) -> tuple[object, ...]:
-        *core, replied, early = super().state()
-        return (*core, tuple((id, 0 in r, len(r)) for id, r in self.heard.items()), replied, early)
+        *core, early = super().state()
+        return (*core, (early, tuple((id, tuple(sorted(r))) for id, r in self.heard.items())))
 
 
 class EarlyRank(LeaseRank):
@@ -135,4 +135,3 @@ class EarlyLeader(LeaseLeader):
         self.replica.end_lease(id)
         self.planner._full_at = None
         return iter(())
-

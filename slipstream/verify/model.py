@@ -1,8 +1,8 @@
 """The checker's world: the production machines of a group, the channels between them, and the device they share.
 
-A world is a value made of small integers: each machine, message and operation is kept once, and what a machine does at an event is
-worked out once, on a copy. An operation of the device ends when every rank has queued it; its outcome then waits at each rank,
-however long. Clocks are no part of it: that the leader holds a step back, or goes ahead, are two different actions.
+A world is a value made of small integers: each machine, message and operation is kept once, and what a machine does at an event
+is worked out once, on a copy. An operation of the device ends when every rank has queued it; its outcome then waits at each
+rank, however long. Clocks are no part of it: that the leader holds a step back, or goes ahead, are two different actions.
 """
 
 from collections.abc import Callable, Hashable
@@ -12,7 +12,7 @@ import numpy as np
 
 from slipstream.log.batch import Offload, Outcome, Restore, Seat
 from slipstream.log.entries import Entry, Prepared, Reply
-from slipstream.log.replica import ENDED, Limits, Replica
+from slipstream.log.replica import Replica
 from slipstream.rank.events import (
     Aborted,
     Answer,
@@ -185,7 +185,7 @@ class Model:
                 (self._cores[site.machine], site[1:2], back, site[3:], leader.replied[i], early, owed, struck, rest)
             )
         followers.sort()
-        own = tuple(id for rank, id in world.expired if rank == 0)
+        own = (tuple(id for rank, id in world.expired if rank == 0), self.rival_view(leader, 0))
         return (self._cores[world.sites[0].machine], world.sites[0][1:], tuple(followers), world.front, own, world.poisoned)
 
     def rival_view(self, leader: Leader, rank: int) -> Hashable:
@@ -562,6 +562,3 @@ def show(name: tuple[Any, ...]) -> str:
     if name[0] == "Seat":
         return f"the seating of request {name[2]} in slot {name[1]}"
     return f"{name[0].lower()} {name[1:]}"
-
-
-ENDED_PHASE = ENDED

@@ -37,7 +37,7 @@ class CancelRank(Rank):
 
 
 class CancelLeader(Leader):
-    """Publishes the next step ahead and holds its own launch back: if the running step ends a request, it takes the entry back."""
+    """Publishes the next step and holds its own launch back: where the running step ends a request, it takes the entry back."""
 
     held: tuple[Entry, Plan, Replica, Planner] | None = None  # and what replica and planner were before
 
@@ -274,8 +274,8 @@ class CommitLeader(GatedLeader):
         return other
 
     def state(self) -> tuple[object, ...]:
-        *core, replied, early = super().state()
-        return (*core, tuple((seq, len(r)) for seq, r in self.heard.items()), replied, early)
+        *core, early = super().state()
+        return (*core, (early, tuple((seq, tuple(sorted(r))) for seq, r in self.heard.items())))
 
 
 LOG = Protocol("the log", LeaseLeader, LeaseRank, LeasePlanner, LeaseReplica)
@@ -288,4 +288,3 @@ PROTOCOLS = (
     Protocol("verdict gate", VerdictLeader, VerdictRank),
     LOG,
 )
-

@@ -1,0 +1,89 @@
+"""`slipstream verify`: explores every protocol and prints the table, and the shortest interleaving of those that fail."""
+
+import time
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.errors import ConfigError
+from slipstream.verify.cases import Case, cases
+from slipstream.verify.explore import Found, explore
+from slipstream.verify.model import Model, Protocol
+from slipstream.verify.narrate import narrate
+from slipstream.verify.rivals import PROTOCOLS
+from slipstream.verify.timing import critical_path
+
+
+class Row(NamedTuple):
+    """What exploring one protocol with so many ranks has found. `worst`: the shortest violation."""
+
+    protocol: Protocol
+    size: int
+    cases: int
+    states: int
+    entries: int
+    seconds: float
+    complete: bool
+    worst: tuple[Case, Found] | None
+
+
+def explore_all(protocol: Protocol, size: int, which: list[Case]) -> Row:
+    """All cases, at two ranks without merging."""
+    began = time.monotonic()
+    states = entries = 0
+    complete = True
+    worst: tuple[Case, Found] | None = None
+    for case in which:
+        found = explore(Model(case, protocol, size), merged=size > 2)
+        states += found.states
+        entries = max(entries, found.entries)
+        if found.violation:
+            if worst is None or len(found.trace) < len(worst[1].trace):
+                worst = (case, found)
+        else:
+            complete &= found.complete
+    return Row(protocol, size, len(which), states, entries, time.monotonic() - began, complete, worst)
+
+
+def check(reduced: bool, only: str | None) -> int:
+    """Prints the table; 0 when every verdict is the expected one."""
+    chosen = [p for p in PROTOCOLS if only is None or p.name == only]
+    if not chosen:
+        raise ConfigError(f"--protocol: unknown {only!r}; one of: {', '.join(repr(p.name) for p in PROTOCOLS)}")
+    sizes = (2, 3) if reduced else (2, 3, 4)
+    which = cases(reduced)
+    rows = [explore_all(p, size, which) for p in chosen for size in sizes]
+    console = Console()
+    console.print(table_of(rows))
+    requests = max(len(c.requests) for c in which)
+    entries = max(r.entries for r in rows)
+    merged = "more: followers that differ only in name are one, and their own steps are merged"
+    console.print(f"Bounds: {requests} requests and {entries} entries at most. Two ranks: every interleaving; {merged}.")
+    for p in chosen:
+        failed = [r for r in rows if r.protocol is p and r.worst is not None]
+        if failed:
+            case, found = min((r.worst for r in failed if r.worst), key=lambda w: len(w[1].trace))
+            size = next(r.size for r in failed if r.worst and r.worst[1] is found)
+            print(f"\n{p.name} fails in the case '{case.name}':")
+            for i, line in enumerate(narrate(Model(case, p, size), found.trace), 1):
+                print(f"  {i:2}. {line}")
+    wrong = [r for r in rows if (r.worst is not None) != r.protocol.fails or not r.complete]
+    for r in wrong:
+        print(f"\nunexpected: {r.protocol.name} at {r.size} ranks {'fails' if r.worst else 'passes'}")
+    return 1 if wrong else 0
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table()
+    for name in ("protocol", "ranks", "scenarios", "states", "verdict", "hops per step", "queued ahead", "seconds"):
+        table.add_column(name, justify="left" if name in ("protocol", "verdict", "queued ahead") else "right")
+    for r in rows:
+        verdict = "passes" if r.worst is None else "fails"
+        hops, ahead = "-", "-"
+        if r.worst is None:
+            path = critical_path(r.protocol, r.size)
+            hops, ahead = str(path.hops), "yes" if path.ahead else "no: a host gap"
+        cells = (r.protocol.name, str(r.size), str(r.cases), f"{r.states:,}", verdict, hops, ahead, f"{r.seconds:.1f}")
+        table.add_row(*cells)
+    return table
