@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import llguidance
 import msgspec
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec import Meta
 
 from slipstream.errors import BadRequest
@@ -22,6 +22,7 @@ from slipstream.serve.errors import to_bad_request
 
 MAX_TEXT = 1 << 17  # characters; a grammar travels to every rank in one message
 SPACES = r" |\n {0,64}"  # between JSON's tokens; without a bound a model may write spaces until its tokens are used up
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -132,7 +133,7 @@ def of_grammar(text: str, param: str) -> str:
     braces), or in GBNF, whose whole is `root`."""
     _check_size(text, param)
     try:
-        lark = any_to_lark(text)
+        lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
     except RecursionError:
         raise BadRequest(f"{param}: nested too deeply", param) from None
     except Exception as e:  # the library raises nothing narrower

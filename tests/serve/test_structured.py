@@ -50,6 +50,7 @@ def accepts(grammar: bytes, answer: str) -> bool:
         (outputs(choice=["yes", "no"]), "no", "maybe"),
         (outputs(grammar='start: "a" | "b"'), "b", "c"),
         (outputs(grammar='root ::= "a" | "b"'), "b", "c"),
+        (outputs(grammar='start[capture]: "a ::= b"'), "a ::= b", "c"),
     ],
 )
 @pytest.mark.parametrize("route", ["chat", "complete"])
