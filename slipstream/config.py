@@ -86,6 +86,7 @@ class ServerConfig:
     uds: str | None = option(None, "bind this Unix socket instead of host and port")
     served_model_name: str | None = option(None, "the name clients use (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health", secret=True)
+    api_server_count: int = option(1, "front-end processes that share the address", least=1, most=64)
     drain_timeout: float = option(30.0, "seconds that SIGTERM leaves running requests", least=0)
     tool_call_parser: str = option(
         "auto",

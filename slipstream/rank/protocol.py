@@ -92,12 +92,18 @@ ToFront = Tokens | Started | PromptLogprobs | Finished | Refused | Load
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor -> front end, first. Descriptors: the listening socket, the board, the arena of a composite model."""
+    """Supervisor -> front end, first.
+
+    Descriptors: the listening socket, the board, the arena of a composite model, and with several front ends the memory of
+    their counters and that of their stored responses.
+    """
 
     engine: str  # EngineConfig as JSON
     server: str  # ServerConfig as JSON
     model_path: str  # where the model's files lie (a folder or a .gguf file)
     graph: str = ""  # of a composite model: `graph.launch.FrontGraph` as JSON
+    front: int = 0  # this one's place among
+    fronts: int = 1
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):

@@ -311,12 +311,31 @@ def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: 
     supervisor.on_ready = lambda: announce(engine, server, sock)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
-    hello = Hello(config.to_json(engine), config.to_json(server), model_path, others.graph)
-    supervisor.add_front("slipstream.serve.main", hello, [sock.fileno(), board.fd, *others.descriptors])
+    add_fronts(supervisor, engine, server, model_path, others, [sock.fileno(), board.fd, *others.descriptors])
     code = supervisor.run()
     if server.uds is not None:
         pathlib.Path(server.uds).unlink(missing_ok=True)
     return code
+
+
+def add_fronts(
+    supervisor: Supervisor,
+    engine: config.EngineConfig,
+    server: config.ServerConfig,
+    model_path: str,
+    others: Others,
+    descriptors: list[int],
+) -> None:
+    """Starts `--api-server-count` front ends, which accept on one socket and share what must look like one server's."""
+    count = server.api_server_count
+    if count > 1 and others.graph:
+        raise ConfigError("--api-server-count: a model of several components has one front end")
+    shared = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("slipstream-tally", "slipstream-shelf") if count > 1]
+    for i in range(count):
+        hello = Hello(config.to_json(engine), config.to_json(server), model_path, others.graph, i, count)
+        supervisor.add_front("slipstream.serve.main", hello, [*descriptors, *shared])
+    for fd in shared:
+        os.close(fd)
 
 
 def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: socket.socket) -> None:

@@ -86,7 +86,7 @@ class Answer:
         if not self.admitted:
             self.admitted = True
             self.cached_tokens = cached_tokens
-            self._metrics.prompt_tokens += len(self.prompt.ids)
+            self._metrics.prompt(len(self.prompt.ids))
 
     def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None:
         if not self.prompt_rows:
@@ -95,7 +95,7 @@ class Answer:
 
     def token(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         metrics = self._metrics
-        metrics.generation_tokens += 1
+        metrics.token()
         if self._last:
             metrics.inter_token.observe(now - self._last)
         else:

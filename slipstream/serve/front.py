@@ -16,6 +16,7 @@ from slipstream.serve.logprobs import TokenNames
 from slipstream.serve.metrics import Metrics
 from slipstream.serve.progress import Progress
 from slipstream.serve.shelf import Shelf
+from slipstream.serve.tally import Tally
 from slipstream.weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,17 +35,18 @@ class Front:
     tokenizer: Tokenizer | None = None
     names: TokenNames | None = None
     grammars: GrammarCheck | None = None
+    tally: Tally = field(default_factory=Tally)  # shared with other front ends where there are some, as the shelf is
+    shelf: Shelf = field(default_factory=Shelf)
     created: int = field(default_factory=lambda: int(time.time()))
     slow_reader_seconds: float = SLOW_READER_SECONDS
     composite: "Composite | None" = None  # where the model is one of several components
 
     def __post_init__(self):
         self.model = served_name(self.engine_config, self.server_config)
-        self.metrics = Metrics(self.model)
+        self.metrics = Metrics(self.model, self.tally)
         self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
         self.dialect = PLAIN
-        self.shelf = Shelf()
         self.open: dict[Generation, object] = {}  # generations being answered, and how to cut their connections
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -26,11 +26,14 @@ from slipstream.serve.control import Control
 from slipstream.serve.errors import Failure
 from slipstream.serve.front import Front
 from slipstream.serve.http import Connection
+from slipstream.serve.shelf import Shelf
+from slipstream.serve.tally import Tally
 from slipstream.weights.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream.serve")
 
 KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
 FLUSH_SECONDS = 2.0  # for last answers to reach their clients
 _PR_SET_PDEATHSIG = 1
 
@@ -48,6 +51,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
         self._on_listening()
 
 
@@ -63,6 +68,8 @@ def make_server(front: Front, on_listening=lambda: None) -> Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        # asyncio accepts so many at a time: one, where other front ends wait for connections too
+        backlog=1 if front.server_config.api_server_count > 1 else BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(FLUSH_SECONDS),
     )
@@ -82,7 +89,11 @@ class Process:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its faults are logged by the application
         logging.getLogger("asyncio").setLevel(logging.WARNING)
         self.listener = socket.socket(fileno=listen_fd)
-        self.front = Front(engine_config, server_config, Board(board_fd))
+        tally, shelf = Tally(), Shelf()
+        if hello.fronts > 1:
+            *more, tally_fd, shelf_fd = more
+            tally, shelf = Tally(tally_fd, hello.front, hello.fronts), Shelf(shelf_fd)
+        self.front = Front(engine_config, server_config, Board(board_fd), tally=tally, shelf=shelf)
         self._missing = 2  # the HTTP server and the tokenizer
         if hello.graph:
             from slipstream.serve.composite import Composite

@@ -1,6 +1,7 @@
 """Counters, gauges and histograms of the front end, and of the engine as its leader reports it, in Prometheus' text form.
 
-Names follow vLLM's with the prefix `slipstream:`. Histograms are plain lists, since one is fed for every token.
+Names follow vLLM's with the prefix `slipstream:`. What a front end counts itself is summed over all front ends of the server
+(`tally`); what the leader reports reaches each of them, so it is not.
 """
 
 from bisect import bisect_left
@@ -11,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipstream.rank.protocol import Load
+from slipstream.serve.tally import Tally
 
 P = "slipstream:"
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -48,25 +50,27 @@ PHASES = ("plan", "publish", "launch", "settle")
 
 
 class Histogram:
-    """Counts per bucket; `observe` is two list operations."""
+    """Counts per bucket, then the sum of what was observed; `observe` is two additions."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "_cells", "_own")
 
-    def __init__(self, bounds: Sequence[float]):
+    def __init__(self, bounds: Sequence[float], tally: Tally):
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
+        self._cells = tally.cells(len(bounds) + 2)
+        self._own = self._cells.own
 
     def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+        self._own[bisect_left(self.bounds, value)] += 1
+        self._own[-1] += value
 
-    def buckets(self) -> list[tuple[str, float]]:
-        out, total = [], 0
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
+    def read(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative counts by upper bound, and the sum."""
+        *counts, whole = self._cells.sums()
+        out, total = [], 0.0
+        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), counts, strict=True):
             total += count
             out.append((bound, total))
-        return out
+        return out, whole
 
 
 def _add(totals: dict, new: dict, old: dict) -> None:
@@ -78,15 +82,16 @@ def _add(totals: dict, new: dict, old: dict) -> None:
 class Metrics(Collector):
     """All values of one front end. Counters of the engine go on growing across restarts of its leader."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, tally: Tally | None = None):
         self.model = model
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.time_to_first = Histogram(TTFT)  # seconds
-        self.inter_token = Histogram(ITL)  # seconds
-        self.end_to_end = Histogram(E2E)  # seconds
-        self.step_tokens = Histogram(STEP_TOKENS)
-        self.requests: dict[str, int] = dict.fromkeys(REASONS, 0)
+        tally = tally or Tally()
+        self._tokens = tally.cells(2)
+        self._own_tokens = self._tokens.own
+        self.time_to_first = Histogram(TTFT, tally)  # seconds
+        self.inter_token = Histogram(ITL, tally)  # seconds
+        self.end_to_end = Histogram(E2E, tally)  # seconds
+        self._requests = tally.cells(len(REASONS))
+        self.step_tokens = Histogram(STEP_TOKENS, Tally())  # of the leader, so not summed
         self.steps: dict[str, int] = dict.fromkeys(ORDERS, 0)
         self.host_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
@@ -95,8 +100,16 @@ class Metrics(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
+    def prompt(self, tokens: int) -> None:
+        """A prompt of so many tokens was admitted."""
+        self._own_tokens[0] += tokens
+
+    def token(self) -> None:
+        """One more token was generated."""
+        self._own_tokens[1] += 1
+
     def ended(self, reason: str, seconds: float | None) -> None:
-        self.requests[reason] += 1
+        self._requests.own[REASONS.index(reason)] += 1
         if seconds is not None:
             self.end_to_end.observe(seconds)
 
@@ -119,7 +132,8 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        load = self._load
+        load, (prompt_tokens, generation_tokens) = self._load, self._tokens.sums()
+        requests = dict(zip(REASONS, self._requests.sums(), strict=True))
         running, waiting, used = (load.running, load.waiting, load.pages_used) if load else (0, 0, 0)
         yield self._gauge("num_requests_running", "Requests that are running.", running)
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", waiting)
@@ -128,12 +142,12 @@ class Metrics(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", used / self._pages_total if self._pages_total else 0
         )
-        yield self._counter("prompt_tokens", "Prompt tokens of admitted requests.", self.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", self.generation_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens of admitted requests.", prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", generation_tokens)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.prefix_queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.prefix_hits)
         yield self._counter("num_preemptions", "Preemptions.", self.preemptions)
-        yield self._counters("request_success", "Requests by how they ended.", "finished_reason", self.requests)
+        yield self._counters("request_success", "Requests by how they ended.", "finished_reason", requests)
         yield self._counters("steps", "Steps launched, by phase order.", "order", self.steps)
         yield self._counters("step_host_seconds", "Host time of steps, by phase.", "phase", self.host_seconds)
         yield self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", self.time_to_first)
@@ -159,5 +173,6 @@ class Metrics(Collector):
 
     def _histogram(self, name: str, help: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(P + name, help, labels=["model_name"])
-        family.add_metric([self.model], buckets=histogram.buckets(), sum_value=histogram.sum)
+        buckets, whole = histogram.read()
+        family.add_metric([self.model], buckets=buckets, sum_value=whole)
         return family
