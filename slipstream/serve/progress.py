@@ -8,7 +8,7 @@ BEAT_SECONDS = 10.0  # a loop turns even when it waits
 
 
 class Progress:
-    """Call `look` about once a second. A rank that was never seen is not stalled: it is starting.
+    """Call `look` about once a second. A rank that was not seen since its start is not stalled.
 
     An idle leader writes an entry each second, so counters that stand still for `step_timeout` seconds are a step that hangs.
     """
@@ -24,6 +24,8 @@ class Progress:
             return
         now, seen = time.monotonic(), {}
         for s in self._board.ranks():
+            if s.state == "starting":
+                continue  # loading and compiling turn no loop
             work = (s.incarnation, s.pid, s.applied, s.launched, s.arrived, s.settled)
             old = self._seen.get((s.group, s.rank))
             work_at = old[1] if old and old[0] == work else now

@@ -14,7 +14,6 @@ import time
 
 import numpy as np
 
-from slipstream.device import select
 from slipstream.device.executor import StepFailed
 from slipstream.log.entries import Entry, Reply
 from slipstream.log.replica import Replica
@@ -87,6 +86,8 @@ class BadExecutor:
             os._exit(3)
         if due == "loop hangs":
             time.sleep(3600)
+        if is_due("forward hangs"):
+            self._executor._work.put(lambda: time.sleep(3600))  # on the device's own thread
         self._executor.launch(batch)
         strike("step")
 
@@ -199,7 +200,7 @@ def main() -> int:
     wrap(FollowerEnd, "answer", answer)
     wrap(FollowerEnd, "receive", receive)
     wrap(LeaderEnd, "send", send)
-    select.build_executor = build_executor(select.build_executor)
+    worker.build_executor = build_executor(worker.build_executor)
     return worker.main()
 
 

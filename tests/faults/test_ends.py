@@ -13,7 +13,7 @@ import pytest
 from tests.faults.bad import SIM, BadServer
 from tests.helpers.server import ROOT, TINY, Clients, Server, command_line, is_terminal, open_files
 
-TP2 = (*SIM, "-tp", "2")
+TP2 = (*SIM, "-tp", "2", "--step-timeout", "120")
 
 
 @pytest.mark.parametrize("stopped", [None, 1])

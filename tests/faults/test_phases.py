@@ -26,6 +26,6 @@ STOPS = [pytest.param(*case, marks=() if case in STOPPED else pytest.mark.slow) 
 
 
 @pytest.mark.parametrize(("rank", "phase"), STOPS)
-def test_a_rank_stopped_in_any_phase_is_found_by_its_lack_of_progress_and_blamed(server: BadServer, rank: int, phase: str):
-    verdict = assert_poisons(server, f"stop:{phase}", rank, TIMEOUT + 2.0)
+def test_a_rank_stopped_in_any_phase_is_found_by_its_lack_of_progress_and_blamed(watched: BadServer, rank: int, phase: str):
+    verdict = assert_poisons(watched, f"stop:{phase}", rank, TIMEOUT + 2.0)
     assert f"rank {rank} has made no progress for {TIMEOUT:g} s" in verdict or f"rank {rank} has not answered" in verdict

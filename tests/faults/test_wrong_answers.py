@@ -56,20 +56,20 @@ def test_a_drop_that_a_rank_did_not_find_poisons_the_group(server: BadServer):
     since = server.arm("wrong existed", 1)
     ended = server.complete(max_tokens=2)  # its drop is the one
     assert ended.status == 500
-    clients.assert_one_error_each(since, AT_ONCE + 1.0)
+    clients.assert_one_error_each(since, AT_ONCE)
     assert "its drops found [False], the leader's [True]" in server.log
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", ["loop hangs", "device hangs"])
-def test_ff08_a_rank_that_is_alive_but_hangs_is_found_by_its_lack_of_progress(server: BadServer, rank: int, fault: str):
-    verdict = assert_poisons(server, fault, rank, TIMEOUT + 2.0, lasting=True)
+def test_ff08_a_rank_that_is_alive_but_hangs_is_found_by_its_lack_of_progress(watched: BadServer, rank: int, fault: str):
+    verdict = assert_poisons(watched, fault, rank, TIMEOUT + 2.0, lasting=True)
     assert f"rank {rank} has made no progress" in verdict or f"rank {rank} has not answered" in verdict
 
 
 @pytest.mark.parametrize("fault", ["silent", "deaf"])
-def test_a_rank_that_turns_but_never_answers_is_found_and_blamed(server: BadServer, fault: str):
-    assert re.search(r"rank 1 has not answered entry \d+", assert_poisons(server, fault, 1, TIMEOUT + 2.0, lasting=True))
+def test_a_rank_that_turns_but_never_answers_is_found_and_blamed(watched: BadServer, fault: str):
+    assert re.search(r"rank 1 has not answered entry \d+", assert_poisons(watched, fault, 1, TIMEOUT + 2.0, lasting=True))
 
 
 def test_a_late_reply_delays_the_end_and_harms_nobody(server: BadServer):
