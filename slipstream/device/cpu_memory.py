@@ -31,8 +31,13 @@ def _cpu_flags() -> set[str]:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """The cores this process may use, shared by the ranks of its group."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    """The cores this process may use, shared by the ranks of its group; fewer where OMP_NUM_THREADS says so.
+
+    On a machine that others use as well, threads that wait for each other at every layer are far slower than one.
+    """
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(asked)) if asked.isdigit() and int(asked) else cores
 
 
 def page_bytes(cache: CacheShape, block: int, dtype: torch.dtype) -> int:
