@@ -17,12 +17,13 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 PIP_FLAGS := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
-.PHONY: help install dev serve test matrix lint bench clean
+.PHONY: help install dev serve test matrix verify lint bench clean
 
 help:
 	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
 	@echo "make test     run the whole test suite"
 	@echo "make matrix   every setting of the equality matrix, and prompts of thousands of tokens (about 10 minutes)"
+	@echo "make verify   explore the scheduling protocol and its rivals exhaustively, then simulate 1000 groups with faults"
 	@echo "make install  make .venv and install Slipstream into it"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
@@ -56,6 +57,10 @@ test: dev
 matrix: dev
 	$(VENV)/bin/python -m pytest tests/matrix -m "slow or not slow" $(ARGS)
 
+verify: install
+	$(VENV)/bin/slipstream verify $(ARGS)
+	$(VENV)/bin/slipstream verify --simulate --seeds 0..999 --jobs 2
+
 lint: dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -67,3 +72,10 @@ bench: install
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find slipstream tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Where two GPUs are: the operations against float64, the executor against the CPU's; the dense table, into docs/benchmarks.md.
+test-gpu: dev
+	$(VENV)/bin/python -m pytest tests/gpu tests/device/test_cuda_host.py $(ARGS)
+
+bench-gpu: install
+	$(VENV)/bin/python -m slipstream.bench.gpu --markdown docs/benchmarks.md $(ARGS)

@@ -224,7 +224,7 @@ class Group:
             self.stream.append(Queued(what, columns))
         queued = self.stream[n]
         if queued.columns != columns:
-            return self.differs(f"rank {rank} queues {columns[:2]} where another rank queued {queued.columns[:2]}")
+            return self.differs(f"rank {rank} differs: it queues {words(what)} where another queued {words(queued.what)}")
         queued.queued += 1
         if queued.queued == self.size:
             self.work()
@@ -379,3 +379,14 @@ class Group:
 def same_masks(queued: Queued, masks: dict[int, np.ndarray], over: frozenset[int]) -> bool:
     own = queued.masks or {}
     return over == queued.over and own.keys() == masks.keys() and all((own[s] == masks[s]).all() for s in own)
+
+
+def words(what: Operation) -> str:
+    """An operation of the device in a few words."""
+    if isinstance(what, Batch):
+        rows = zip(what.slots.tolist(), what.starts.tolist(), what.counts.tolist(), strict=True)
+        shown = " ".join(f"{slot}:[{start},{start + count})" for slot, start, count in rows)
+        return f"entry {what.seq} with rows {shown} and pages {what.pages.tolist()}"
+    if isinstance(what, Seat):
+        return f"request {what.request.id} in slot {what.slot}"
+    return repr(what)

@@ -28,6 +28,10 @@ def candidates(s: Scenario) -> Iterator[Scenario]:
     """Smaller scenarios, the boldest first."""
     if s.reserve:
         yield replace(s, reserve=())
+        half = len(s.reserve) // 2
+        yield replace(s, reserve=s.reserve[:half])
+        if half:
+            yield replace(s, reserve=s.reserve[half:])
     for size in (len(s.clients) // 2, len(s.clients) // 4, 2, 1):
         if 0 < size < len(s.clients):
             for first in range(0, len(s.clients), size):
