@@ -1,6 +1,6 @@
 """The dense table of GPUs: starts a server of random weights, runs the workloads, and writes them beside committed figures.
 
-    python -m slipstream.bench.gpu --model CONFIG_FOLDER [--quick] [--markdown docs/benchmarks.md]
+    python -m slipstream.bench.gpu [--quick] [--markdown docs/benchmarks.md]
 
 The peer's figures are of vLLM 0.24.0 from its wheel (no FlashInfer, NVLink multicast off for all), measured on 2 x H200
 with these workloads and Qwen3-8B's shape in bfloat16, prefix cache off, each once after a warm-up.
@@ -26,6 +26,7 @@ Figures = dict[str, typing.Any]
 Peer = dict[str, tuple[str, str]]  # figure -> (the peer's, what is wanted)
 
 SERVE = "--load-format dummy --no-enable-prefix-caching --max-model-len 32768 --block-size 64 --max-num-seqs 128 --enable-debug"
+SHAPE = str(pathlib.Path(__file__).with_name("shapes") / "qwen3-8b")
 LATENCIES = ("itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "gaps_over_50_ms", "worst_gap_ms")
 FIRST = ("ttft_short_p50_ms", "ttft_long_p50_ms")
 BURST = ("decode_chunks_per_s_per_stream", "prefill_ktok_per_s", "worst_gap_in_window_ms", "ttft_burst_p50_ms")
@@ -139,7 +140,7 @@ def machine() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m slipstream.bench.gpu", description=__doc__)
-    parser.add_argument("--model", required=True, help="a folder with config.json (Qwen3-8B's, for the committed figures)")
+    parser.add_argument("--model", default=SHAPE, help="a folder with config.json (default: Qwen3-8B's, as the figures beside)")
     parser.add_argument("--serve", default="-tp 2", help="more arguments of `slipstream serve` (default: -tp 2)")
     parser.add_argument("--bench", default="", help="more arguments of every workload")
     parser.add_argument("--scheduling", default="async,serial", help="modes, one server each (default: async,serial)")

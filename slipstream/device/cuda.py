@@ -25,10 +25,9 @@ from slipstream.errors import ConfigError
 from slipstream.layers.shard import Shard, split_evenly
 from slipstream.log.request import Request
 from slipstream.models.registry import build
+from slipstream.ops import sampler
 from slipstream.ops.collective import SharedMemory
 from slipstream.ops.interface import Ops
-from slipstream.ops.sampler import NO_TOKEN as NO_TOKEN_TEXT
-from slipstream.ops.sampler import NOT_FINITE as NOT_FINITE_TEXT
 from slipstream.ops.symmetric import PROGRAMS, Symmetric
 from slipstream.ops.triton_ops import PREFILL_ROWS, CudaOps, CudaStep, check_shape
 from slipstream.ops.triton_sample import NO_TOKEN
@@ -62,6 +61,7 @@ class Flight:
         self.arrived = torch.cuda.Event()
         self.seq = -1
         self.samples = 0
+        self.masked: frozenset[int] = frozenset()  # sampling rows under a grammar's mask
         self.extras: Extras | None = None
 
 
@@ -226,7 +226,7 @@ class CudaExecutor:
 
     def launch_forward(self, batch: Batch) -> None:
         flight = self._free.popleft()
-        flight.seq, flight.extras = batch.seq, None
+        flight.seq, flight.extras, flight.masked = batch.seq, None, frozenset()
         if self.board is not None:
             flight.started.record(self.stream)
         self.tables.write_pages(batch.pages, flight.buffers)
@@ -288,6 +288,8 @@ class CudaExecutor:
         if plain and not masks:
             self._graphs.run("sample", bucket)
             return
+        if masks:
+            flight.masked = frozenset(i for i, slot in enumerate(batch.slots[batch.samples].tolist()) if slot in masks)
         logits = self.model.logits(self.hidden[:bucket])
         flight.extras = self.chooser.sample_each(logits, batch, masks, flight.samples, flight.extras)
 
@@ -310,7 +312,8 @@ class CudaExecutor:
         outcome = Outcome(flight.seq, tokens)
         if flight.samples and tokens.min() < 0:
             for i in np.flatnonzero(tokens < 0).tolist():
-                outcome.errors[i] = NO_TOKEN_TEXT if tokens[i] == NO_TOKEN else NOT_FINITE_TEXT
+                nothing = sampler.DEAD_END if i in flight.masked else sampler.NO_TOKEN
+                outcome.errors[i] = nothing if tokens[i] == NO_TOKEN else sampler.NOT_FINITE
             np.maximum(tokens, -1, out=tokens)
         if flight.extras is not None:
             flight.extras.add_to(outcome)

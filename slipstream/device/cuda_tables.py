@@ -50,12 +50,19 @@ class CudaTables:
         self.temperatures = torch.zeros(slots + 1, dtype=torch.float32, device=device)
         self.bases = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # of the draw's key: everything but the position
         self._triples = torch.zeros(3 * slots * self.columns, **options)
+        self._prompts = [pinned(max_len + 4) for _ in range(slots)]
+        self._sent = [torch.cuda.Event() for _ in range(slots)]
 
     def admit(self, slot: int, request: Request) -> None:
-        """Queues a new owner's prompt and parameters; clears its block table. The host buffer is the allocator's, by event."""
+        """Queues a new owner's prompt and parameters; clears its block table.
+
+        The slot's host buffer is used again only when the copy from it has ended: pinning memory takes milliseconds.
+        """
         n, sampling = request.prompt_len, request.sampling
         base = mix(mix(sampling.seed & _U64) ^ sampling.choice)
-        host = torch.empty(n + 4, dtype=torch.int32, pin_memory=True)
+        if not self._sent[slot].query():
+            self._prompts[slot], self._sent[slot] = pinned(self.max_len + 4), torch.cuda.Event()
+        host = self._prompts[slot][: n + 4]
         view = host.numpy()
         view[:2] = np.array([base], np.uint64).view(np.int32)
         view[2:3] = np.array([sampling.temperature], np.float32).view(np.int32)
@@ -63,6 +70,7 @@ class CudaTables:
         self.tokens[slot, :n].copy_(host[4:], non_blocking=True)
         self.bases[slot : slot + 1].copy_(host[:2].view(torch.int64), non_blocking=True)
         self.temperatures[slot : slot + 1].copy_(host[2:3].view(torch.float32), non_blocking=True)
+        self._sent[slot].record()
         self.pages[slot].zero_()
 
     def write_pages(self, triples: np.ndarray, buffers: StepBuffers) -> None:

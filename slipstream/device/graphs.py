@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.schedule.budget import sizes
 
 USUAL_CHUNK = 2048  # tokens of a mixed step up to which steps are captured
 
@@ -17,9 +18,8 @@ def decode_buckets(most: int) -> list[int]:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Padded token counts of mixed steps: multiples of 64 up to 512, of 128 beyond, to the usual chunk or `most`."""
-    top = min(most, USUAL_CHUNK)
-    return sorted({n for n in (16, 32, *range(64, 512, 64), *range(512, top, 128)) if n < top} | {top})
+    """Padded token counts of mixed steps: the sizes that the planner gives its steps, to the usual chunk or `most`."""
+    return sizes(min(most, USUAL_CHUNK))
 
 
 def padded(buckets: list[int], n: int) -> int | None:

@@ -113,24 +113,13 @@ def open_executor(device: str, config: EngineConfig, path: str, rank: int, size:
 
 
 def spread(size: int, scenario, *args):
-    """Runs scenario(rank, size, fd, *args) in `size` processes; returns rank 0's value."""
+    """Runs scenario(rank, size, fd, *args) in `size` fresh processes; returns rank 0's value, or None where a rank failed."""
     fd = os.memfd_create("drive")
     os.ftruncate(fd, SharedMemory.required_bytes(size, 1 << 20))
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a fork of a process that has touched CUDA cannot use it
     pipe, end = context.Pipe(False)
-
-    def body(rank: int) -> None:
-        try:
-            value = scenario(rank, size, fd, *args)
-        except BaseException:
-            traceback.print_exc()
-            value = None
-        if rank == 0:
-            end.send(value)
-        sys.stdout.flush()
-        os._exit(0 if value is not None else 1)
-
-    children = [context.Process(target=body, args=(r,)) for r in range(size)]
+    shared = f"/proc/{os.getpid()}/fd/{fd}"
+    children = [context.Process(target=_body, args=(r, size, shared, end, scenario, args)) for r in range(size)]
     for c in children:
         c.start()
     value = pipe.recv() if pipe.poll(150) else None
@@ -140,6 +129,18 @@ def spread(size: int, scenario, *args):
             c.kill()
     os.close(fd)
     return value
+
+
+def _body(rank: int, size: int, shared: str, end, scenario, args) -> None:
+    value = None
+    try:
+        value = scenario(rank, size, os.open(shared, os.O_RDWR), *args)
+    except BaseException:
+        traceback.print_exc()
+    if rank == 0:
+        end.send(value)
+    sys.stdout.flush()
+    os._exit(0 if value is not None else 1)
 
 
 # --- correctness
