@@ -122,7 +122,7 @@ def _worst_gap(times: Iterable[float], start: float, end: float) -> float:
     return float(np.diff(at).max())
 
 
-def draw(run: VirtualRun, file: pathlib.Path, start: float, end: float) -> None:
+def draw(run: VirtualRun, file: pathlib.Path, start: float = 0.2, end: float = 0.5) -> None:
     """The device's steps between two times: their length, what they hold, and the gaps that a stream feels."""
     import matplotlib
 
@@ -136,10 +136,9 @@ def draw(run: VirtualRun, file: pathlib.Path, start: float, end: float) -> None:
     for s in shown:
         _bar(upper, s, start, colors)
     upper.set(
-        ylabel="tokens of the step", title="one bar a step: as wide as it lasts, decoding rows below, a colour for each prompt"
+        ylabel="tokens of the step",
+        title="One bar a step, as wide as it lasts: decoding rows in grey, a colour for each prompt",
     )
-    upper.set_yscale("symlog", linthresh=64)
-    upper.set_yticks([16, 32, 64, 128, 256, 512, 1024, 2048], ["16", "32", "64", "128", "256", "512", "1024", "2048"])
     times = np.array(next(iter(run.heard.values())))
     times = times[(times >= start) & (times <= end)]
     lower.step(
@@ -153,7 +152,7 @@ def draw(run: VirtualRun, file: pathlib.Path, start: float, end: float) -> None:
     if target:
         lower.axhline(target * 1e3, color="#cc0000", linewidth=0.9, linestyle="--", label="--target-itl-ms")
     lower.set(xlabel="milliseconds", ylabel="ms", ylim=(0, None))
-    lower.legend(loc="lower right", frameon=False)
+    lower.legend(loc="center", frameon=False)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
@@ -174,14 +173,25 @@ def main() -> None:
     parser.add_argument("--target-itl-ms", type=float, default=16.0, help="the wish (default %(default)s)")
     parser.add_argument("--sim-step-us", type=float, default=3000.0, help="microseconds of a step (default %(default)s)")
     parser.add_argument("--sim-token-us", type=float, default=17.0, help="microseconds of a token (default %(default)s)")
-    parser.add_argument("--png", metavar="FILE", help="draw the first moments of the burst")
+    parser.add_argument("--png", metavar="FILE", help="draw how a few prompts pass beside the streams")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     run = VirtualRun(args.target_itl_ms * 1e-3, args.sim_step_us * 1e-6, args.sim_token_us * 1e-6)
     for name, value in burst(run, args.streams, args.prompts, args.seed).items():
         print(f"{name:42} {value:8.3f}")
     if args.png:
-        draw(run, pathlib.Path(args.png), 1.95, 2.4)
+        draw(_example(args), pathlib.Path(args.png))
+
+
+def _example(args: argparse.Namespace) -> VirtualRun:
+    """Streams, then two long prompts at once, then short ones."""
+    run = VirtualRun(args.target_itl_ms * 1e-3, args.sim_step_us * 1e-6, args.sim_token_us * 1e-6)
+    for id in range(args.streams):
+        run.add(0.0, Submitted(request(id, 200, 1000)))
+    for id, (at, length) in enumerate([(0.24, 5000), (0.24, 3000), (0.30, 300), (0.34, 900), (0.36, 120)], 1000):
+        run.add(at, Submitted(request(id, length, 16)))
+    run.run(0.6)
+    return run
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.helpers.server import Server
 
-LENGTHS = (21, 37, 64, 100, 129, 176, 48)  # of the prompts; the first SHARED tokens of the longer ones are the same
+LENGTHS = (21, 37, 64, 100, 129, 176, 48, 80)  # of the prompts; the first SHARED tokens of the longer ones are the same
 SHARED = 40
 VOCABULARY = 267  # the tokens that have a text
 TOKENS = 40  # of an answer at most
@@ -56,6 +56,7 @@ def make_requests(ask: Callable[[dict[str, Any]], dict]) -> dict[str, dict[str, 
         "stop strings": plain(p[4], stop=[stops["text"][len(stops["text"]) // 2 :][:2], "never said"]),
         "min_tokens": plain(p[5], min_tokens=25, stop_token_ids=sorted(set(least["token_ids"][:12]))),
         "prompt scored": plain(p[6], echo=True, logprobs=2),
+        "grammar": plain(p[7], temperature=0.8, seed=5, structured_outputs={"regex": "[a-z]{3}( [a-z0-9]{1,9}){2,8}"}),
     }
 
 

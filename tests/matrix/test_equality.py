@@ -3,6 +3,8 @@
 `pytest` runs a set of settings in which every two values meet; `make matrix` runs them all.
 """
 
+import re
+
 import pytest
 
 from tests.helpers.checkpoints import tiny_llama
@@ -60,6 +62,7 @@ def test_the_requests_do_what_they_are_there_for(reference: Reference):
     assert len(banned) == 3 and not any(word in answers["bad words"].text for word in banned)
     assert len(answers["logprobs top-5"].names[0]) >= 5
     assert len(answers["prompt scored"].names) == 48 + 40
+    assert re.fullmatch(r"[a-z]{3}( [a-z0-9]{0,9}){1,8}", answers["grammar"].text)
     assert all(len(set(a.ids)) > 5 for a in answers.values()), "an answer that repeats itself shows little"
 
 
