@@ -200,6 +200,13 @@ class CpuExecutor:
                 self.sampler.prompt_logprobs(logits, slot, few, top, rows)
             pending.prompt_logprobs[slot] = (start + 1, rows)
 
+    def _sample_rows(self, slots: np.ndarray, ends: np.ndarray, masks: dict[int, np.ndarray]) -> list[SampleRow]:
+        tables = self.tables
+        return [
+            SampleRow(s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks.get(s))
+            for s, end in zip(slots.tolist(), ends.tolist(), strict=True)
+        ]
+
     def _sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None and pending.batch.seq == seq
@@ -207,15 +214,15 @@ class CpuExecutor:
         slots = batch.slots[batch.samples]
         ends = (batch.starts + batch.counts)[batch.samples]
         keep = [i for i, slot in enumerate(slots.tolist()) if slot not in discarded]
-        rows = [
-            SampleRow(s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks.get(s))
-            for s, end in zip(slots[keep].tolist(), ends[keep].tolist(), strict=True)
-        ]
         tokens = np.full(len(slots), -1, np.int32)
         outcome = Outcome(seq, tokens, prompt_logprobs=pending.prompt_logprobs)
-        if rows:
+        if keep:
             assert pending.logits is not None
-            sampled = self.sampler.sample(pending.logits if len(keep) == len(slots) else pending.logits[keep], rows)
+            logits = pending.logits if len(keep) == len(slots) else pending.logits[keep]
+            if not masks and tables.greedy[slots].all():
+                sampled = self.sampler.greedy(logits)
+            else:
+                sampled = self.sampler.sample(logits, self._sample_rows(slots[keep], ends[keep], masks))
             tokens[keep] = sampled.tokens
             tables.tokens[slots[keep], ends[keep]] = np.maximum(sampled.tokens, 0)
             outcome.logprobs.update((keep[i], found) for i, found in sampled.logprobs.items())

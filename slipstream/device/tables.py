@@ -15,6 +15,7 @@ class SlotTables:
         self.pages = np.zeros((slots, -(-max_len // block) + 1), np.int32)  # 0: the null page
         self.sampling = [_NOBODY] * slots
         self.prompt_len = np.zeros(slots, np.int64)
+        self.greedy = np.zeros(slots, bool)  # needs no more than its best raw logit
 
     def admit(self, slot: int, request: Request) -> None:
         """Forgets the slot's last owner and writes the new one's prompt and parameters."""
@@ -23,6 +24,7 @@ class SlotTables:
         self.tokens[slot, : request.prompt_len] = np.frombuffer(request.prompt, "<i4")
         self.prompt_len[slot] = request.prompt_len
         self.sampling[slot] = request.sampling
+        self.greedy[slot] = request.sampling.plain and request.sampling.temperature == 0.0
 
     def write_pages(self, triples: np.ndarray) -> None:
         """int32 [n, 3]: (slot, column, page)."""

@@ -94,15 +94,21 @@ class Sampler:
             if s.temperature > 0.0:
                 bits = noise_bits(draw_key(s.seed, s.choice, len(rows[at].tokens)), self.spread)
                 logits[i].div_(s.temperature).add_(gumbel(bits))
-        best, ids = best_of(logits)
+        best = self.greedy(logits)
+        out.tokens[index] = best.tokens
+        out.errors.update((index[i], why) for i, why in best.errors.items())
+
+    def greedy(self, scores: Tensor) -> Sampled:
+        """The best id of each row of scores float32 [n, this rank's part], over all ranks; the lowest of equals."""
+        best, ids = best_of(scores)
         ids = ids + self.first
         if self.collective.size > 1:
             best, ids = self._best_of_ranks(best, ids)
-        for i, at in enumerate(index):
-            if np.isfinite(best[i]):
-                out.tokens[at] = ids[i]
-            else:
-                out.errors[at] = nothing_allowed(rows[at]) if best[i] == -np.inf else NOT_FINITE
+        finite = np.isfinite(best)
+        out = Sampled(np.where(finite, ids, -1).astype(np.int32))
+        for i in np.flatnonzero(~finite).tolist():
+            out.errors[i] = NO_TOKEN if best[i] == -np.inf else NOT_FINITE
+        return out
 
     def _best_of_ranks(self, best: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         pairs = np.stack([best.astype(np.float64), ids.astype(np.float64)])

@@ -31,14 +31,14 @@ def test_greedy_tokens_equal_transformers_all_at_once_and_alone():
     with Group(smollm2(), slots=len(CASES), max_len=4096) as group:
         prompts = [c["prompt_token_ids"] for c in CASES]
         compare(CASES, *group.generate(prompts, longest(CASES), WITH_LOGPROBS, chunk=512)[:2])
-        short = [c for c in CASES if len(c["prompt_token_ids"]) < 100][:4]
+        short = [c for c in CASES if len(c["prompt_token_ids"]) < 100][:3]
         for case in short:
             compare([case], *group.generate([case["prompt_token_ids"]], longest([case]), WITH_LOGPROBS)[:2])
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_greedy_tokens_equal_transformers_on_several_ranks(size):
-    cases = [c for c in CASES if len(c["prompt_token_ids"]) < 100][:4]
+    cases = [c for c in CASES if len(c["prompt_token_ids"]) < 100][:3]
     with Group(smollm2(), size, slots=len(cases), max_len=512) as group:
         prompts = [c["prompt_token_ids"] for c in cases]
         compare(cases, *group.generate(prompts, longest(cases), WITH_LOGPROBS)[:2])
