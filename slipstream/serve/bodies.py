@@ -178,6 +178,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ from slipstream.serve.errors import Failed, Failure
 from slipstream.serve.front import Front
 from slipstream.serve.prompts import encode, prepare, size_of, templated
 from slipstream.serve.request_body import read
+from slipstream.serve.tools import for_template
 
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -55,7 +56,7 @@ async def tokenize(http: HttpRequest) -> Response:
 
     def work() -> list[int]:
         if body.messages is not None:
-            return templated(body, tokenizer, front.engine.limits)
+            return templated(body, tokenizer, front.engine.limits, for_template(body.tools), front.dialect)
         return encode(body.prompt or "", tokenizer, front.engine.limits, body.add_special_tokens is not False, "prompt")
 
     ids = await prepare(None if body.messages is not None else size_of(body), work)

@@ -5,12 +5,21 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slipstream.errors import BadRequest
-from slipstream.serve.bodies import ChatBody, NamedChoice
+from slipstream.serve.bodies import ChatBody, NamedChoice, Tool
 from slipstream.serve.calls import FORMS
 from slipstream.serve.dialect import Dialect
 from slipstream.serve.reader import Reading
 
 MAX_TOOLS = 128
+_OPEN = {
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+    "$ref",
+}  # says itself what more there may be
 
 
 class Choice(NamedTuple):
@@ -23,9 +32,7 @@ class Choice(NamedTuple):
 
 def choose(body: ChatBody, dialect: Dialect) -> Choice:
     """Raises BadRequest naming the field."""
-    tools = [msgspec.to_builtins(tool) for tool in body.tools or ()]
-    for tool in tools:  # what the client did not say is not there, rather than null
-        tool["function"] = {k: v for k, v in tool["function"].items() if v is not None}
+    tools = for_template(body.tools)
     _check(body)
     choice = body.tool_choice if body.tool_choice is not None else "auto"
     named = choice.function.name if isinstance(choice, NamedChoice) else None
@@ -53,6 +60,12 @@ def choose(body: ChatBody, dialect: Dialect) -> Choice:
     wanted = [t["function"] for t in tools if named in (None, t["function"]["name"])]
     schema = calls_schema(wanted, key, parallel and named is None)
     return Choice(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), schema)
+
+
+def for_template(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """Tools as templates show them: what the client did not say is not there, rather than null."""
+    out = [msgspec.to_builtins(tool) for tool in tools or ()]
+    return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in out]
 
 
 def _check(body: ChatBody) -> None:
@@ -84,8 +97,10 @@ def calls_schema(functions: list[dict[str, Any]], key: str, several: bool) -> di
     """JSON schema of one call, or of a list of calls; each function's own schema stands under $defs, where its refs point."""
     defs, calls = {}, []
     for i, function in enumerate(functions):
-        own = function.get("parameters") or {"type": "object", "properties": {}}
-        defs[f"f{i}"] = _moved({"type": "object", **own}, f"#/$defs/f{i}")
+        own = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+        if not _OPEN & own.keys():  # a function takes what it names; JSON schema alone would let a model invent more
+            own["additionalProperties"] = False
+        defs[f"f{i}"] = _moved(own, f"#/$defs/f{i}")
         properties = {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/f{i}"}}
         calls.append({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}

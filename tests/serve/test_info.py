@@ -1,5 +1,6 @@
 """Models, tokens, health, metrics, and what --enable-debug shows."""
 
+import asyncio
 import os
 import time
 
@@ -150,3 +151,27 @@ def test_the_ranks_timeline_is_a_chrome_trace(own_front):
 @pytest.mark.parametrize("path", ["/debug/ranks", "/debug/timeline"])
 def test_debug_routes_are_off_unless_asked_for(own_front, path):
     assert own_front().client.get(path).status_code == 404
+
+
+def test_ready_says_whether_a_new_request_would_be_served(own_front):
+    front = own_front(attach=False)
+    r = front.client.get("/ready")
+    assert r.status_code == 503 and r.json() == {"ready": False, "reason": "starting: the model is loading"}
+    asyncio.run_coroutine_threadsafe(front._attach(), front.loop).result(5)
+    assert front.client.get("/ready").json() == {"ready": True}
+    front.call(front.front.engine.drain)
+    assert front.client.get("/ready").status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/load_lora_adapter"])
+def test_what_is_not_supported_says_so(front, path):
+    r = front.client.post(path, json={"input": "x"})
+    error = r.json()["error"]
+    assert r.status_code == 501 and error["code"] == "not_supported" and "not supported" in error["message"]
+
+
+def test_a_model_s_card_shows_its_limits(front):
+    card = front.client.get("/v1/models/fake").json()
+    assert card["id"] == "fake" and card["max_model_len"] == 512 and card["vocab_size"] == front.tokenizer.vocab_size
+    assert front.client.get("/v1/models").json()["data"] == [card]
+    assert front.client.get("/v1/models/other").status_code == 404

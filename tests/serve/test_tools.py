@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from array import array
 
 import openai
 import pytest
@@ -154,6 +155,7 @@ def test_a_conversation_with_calls_and_results_is_rendered(roomy):
 def test_schemas_of_functions_keep_their_own_references():
     own = {"$defs": {"P": {"type": "string"}}, "type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}}
     schema = calls_schema([{"name": "f", "parameters": own}, {"name": "g"}], "arguments", True)
+    assert schema["$defs"]["f1"]["additionalProperties"] is False
     assert schema["$defs"]["f0"]["properties"]["p"] == {"$ref": "#/$defs/f0/$defs/P"} and schema["type"] == "array"
 
 
@@ -240,3 +242,10 @@ def test_the_openai_client_puts_streamed_calls_together(roomy):
             pass
         call = stream.get_final_completion().choices[0].message.tool_calls[0]  # type: ignore
     assert call.function.name == "get_weather" and json.loads(call.function.arguments) == {"city": "Paris"}
+
+
+def test_tokens_of_a_conversation_with_tools_are_those_of_its_prompt(roomy):
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [WEATHER]}
+    roomy.client.post("/v1/chat/completions", json=body)
+    tokens = roomy.client.post("/tokenize", json=body).json()["tokens"]
+    assert tokens == list(array("i", roomy.leader.requests[-1].prompt))
