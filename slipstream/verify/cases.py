@@ -47,8 +47,11 @@ def small_cases() -> list[Case]:
     plain = (1, 2, 3, 4, 5, 6)
     stops = (1, STOP, 3, 4, 5, 6)
     return [
-        Case("lengths", (request(0, 1, 2), request(1, 2, 3)), (plain, plain), limits(8), all_at_once=False),
         Case("stop tokens", (request(0, 2, 4, True), request(1, 1, 3)), (stops, plain), limits(8)),
+        Case("own clocks", (request(0, 1, 3), request(1, 1, 3)), (plain, plain), limits(8), expires=(0,)),
+        Case("leases", (request(0, 3, 2, salt=LEASED), request(1, 3, 2, True), request(2, 3, 1)), (plain, stops, plain),
+             limits(4)),
+        Case("lengths", (request(0, 1, 2), request(1, 2, 3)), (plain, plain), limits(8), all_at_once=False),
         Case(
             "aborts", (request(0, 2, 3), request(1, 1, 3, True)), (plain, stops), limits(8), aborts=(0, 1), kept=1,
         ),
@@ -64,11 +67,8 @@ def small_cases() -> list[Case]:
             "late sampling", (request(0, 1, 3, grammar=bytes((3, 0))), request(1, 1, 3, True)), (plain, stops), limits(8),
         ),
         Case("dead end", (request(0, 1, 4, grammar=bytes((2, 2))), request(1, 1, 2)), (plain, plain), limits(8), aborts=(0,)),
-        Case("leases", (request(0, 3, 2, salt=LEASED), request(1, 3, 2, True), request(2, 3, 1)), (plain, stops, plain),
-             limits(4)),
         Case("rank death", (request(0, 1, 3), request(1, 1, 2)), (plain, plain), limits(8), dies=True),
         Case("serial", (request(0, 2, 3, True), request(1, 3, 2)), (stops, plain), limits(5), asynchronous=False, aborts=(1,)),
-        Case("own clocks", (request(0, 1, 3), request(1, 1, 3)), (plain, plain), limits(8), expires=(0,)),
     ]  # fmt: skip
 
 

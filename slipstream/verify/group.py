@@ -143,41 +143,40 @@ class Group:
 
     def perform(self, rank: int, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            kind = type(effect)
-            if kind is Span:
+            if isinstance(effect, Span):
                 continue
-            if kind is Launch:
+            if isinstance(effect, Launch):
                 self.forward(rank, effect.batch)
                 self.sample(rank, effect.batch.seq, None, frozenset())
-            elif kind is Answer:
+            elif isinstance(effect, Answer):
                 self.answer(rank, effect.reply)
-            elif kind is Tell:
+            elif isinstance(effect, Tell):
                 self.run.tell(effect.message)
-            elif kind is Send:
+            elif isinstance(effect, Send):
                 self.send(effect.message)
-            elif kind is Seat:
+            elif isinstance(effect, Seat):
                 self.queue(rank, effect, (effect.slot, effect.request.id))
-            elif kind is LaunchForward:
+            elif isinstance(effect, LaunchForward):
                 self.forward(rank, effect.batch)
-            elif kind is LaunchSample:
+            elif isinstance(effect, LaunchSample):
                 self.sample(rank, effect.seq, effect.masks, effect.discarded)
-            elif kind is Offload or kind is Restore:
+            elif isinstance(effect, Offload | Restore):
                 self.queue(rank, effect, tuple(effect))
-            elif kind is Prepare:
+            elif isinstance(effect, Prepare):
                 self.run.at(self.run.now + STEP * self.random.random(), self.compile, (rank, effect))
-            elif kind is Wake:
+            elif isinstance(effect, Wake):
                 self.wake_at = effect.at
                 self.run.at(effect.at, self.tick, effect.at)
-            elif kind is Poison:
+            elif isinstance(effect, Poison):
                 self.poison(effect.reason)
                 return
 
     def send(self, message: Entry | Body | Forget) -> None:
         loss = ""
-        if type(message) is Entry:
+        if isinstance(message, Entry):
             self.run.wrote(message)
             loss = "lose_entry"
-        elif type(message) is Body and not message.request.grammar:
+        elif isinstance(message, Body) and not message.request.grammar:
             loss = "lose_body"
         for i in range(1, self.size):
             if loss and self.faults and self.hits(loss, i):
@@ -196,7 +195,7 @@ class Group:
         if fault is None:
             return False
         n = self.counts[kind, rank] = self.counts.get((kind, rank), -1) + 1
-        return n == fault.count
+        return n == fault.nth
 
     def compile(self, what: tuple[int, Prepare]) -> None:
         rank, effect = what

@@ -113,6 +113,7 @@ class LeaseLeader(Leader, LeaseRank):
 
     def copy(self):
         other = super().copy()
+        assert isinstance(other, LeaseLeader)
         other.heard = dict(self.heard)
         return other
 

@@ -87,7 +87,7 @@ def consequences(model: Model, before: World | None, after: World) -> str:
         pages, was = machine.replica.pages, None if old is None else old.replica.pages
         if was is not None and pages.available > was.available:
             parts.append(f"rank {i} has {pages.available} pages free")
-    sent = after.sites[1].inbox[len(before.sites[1].inbox) if before else 0 :] if len(after.sites) > 1 else ()
+    sent = after.sites[1].inbox[0 if before is None else len(before.sites[1].inbox) :]
     if sent and (before is None or after.sites[0] != before.sites[0]):
         parts.append("the leader sends " + " and ".join(message(model.thing(m)) for m in sent))
     return " -> " + "; ".join(parts) if parts else ""

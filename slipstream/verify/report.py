@@ -16,7 +16,7 @@ from slipstream.verify.timing import critical_path
 
 
 class Row(NamedTuple):
-    """What exploring one protocol with so many ranks has found. `worst`: the shortest violation."""
+    """What exploring one protocol with so many ranks has found. `failed`: the first case that fails, with the shortest way."""
 
     protocol: Protocol
     size: int
@@ -25,25 +25,25 @@ class Row(NamedTuple):
     entries: int
     seconds: float
     complete: bool
-    worst: tuple[Case, Found] | None
+    failed: tuple[Case, Found] | None
 
 
 def explore_all(protocol: Protocol, size: int, which: list[Case]) -> Row:
-    """All cases, at two ranks without merging."""
+    """All cases, or those up to the first that fails; at two ranks without merging."""
     began = time.monotonic()
-    states = entries = 0
+    done = states = entries = 0
     complete = True
-    worst: tuple[Case, Found] | None = None
+    failed: tuple[Case, Found] | None = None
     for case in which:
         found = explore(Model(case, protocol, size), merged=size > 2)
+        done += 1
         states += found.states
         entries = max(entries, found.entries)
         if found.violation:
-            if worst is None or len(found.trace) < len(worst[1].trace):
-                worst = (case, found)
-        else:
-            complete &= found.complete
-    return Row(protocol, size, len(which), states, entries, time.monotonic() - began, complete, worst)
+            failed = (case, found)
+            break
+        complete &= found.complete
+    return Row(protocol, size, done, states, entries, time.monotonic() - began, complete, failed)
 
 
 def check(reduced: bool, only: str | None) -> int:
@@ -61,16 +61,15 @@ def check(reduced: bool, only: str | None) -> int:
     merged = "more: followers that differ only in name are one, and their own steps are merged"
     console.print(f"Bounds: {requests} requests and {entries} entries at most. Two ranks: every interleaving; {merged}.")
     for p in chosen:
-        failed = [r for r in rows if r.protocol is p and r.worst is not None]
-        if failed:
-            case, found = min((r.worst for r in failed if r.worst), key=lambda w: len(w[1].trace))
-            size = next(r.size for r in failed if r.worst and r.worst[1] is found)
-            print(f"\n{p.name} fails in the case '{case.name}':")
-            for i, line in enumerate(narrate(Model(case, p, size), found.trace), 1):
+        row = next((r for r in rows if r.protocol is p and r.failed is not None), None)
+        if row is not None and row.failed is not None:
+            case, found = row.failed
+            print(f"\n{p.name} fails with {row.size} ranks in the case '{case.name}':")
+            for i, line in enumerate(narrate(Model(case, p, row.size), found.trace), 1):
                 print(f"  {i:2}. {line}")
-    wrong = [r for r in rows if (r.worst is not None) != r.protocol.fails or not r.complete]
+    wrong = [r for r in rows if (r.failed is not None) != r.protocol.fails or not r.complete]
     for r in wrong:
-        print(f"\nunexpected: {r.protocol.name} at {r.size} ranks {'fails' if r.worst else 'passes'}")
+        print(f"\nunexpected: {r.protocol.name} at {r.size} ranks {'fails' if r.failed else 'passes'}")
     return 1 if wrong else 0
 
 
@@ -79,9 +78,9 @@ def table_of(rows: list[Row]) -> Table:
     for name in ("protocol", "ranks", "scenarios", "states", "verdict", "hops per step", "queued ahead", "seconds"):
         table.add_column(name, justify="left" if name in ("protocol", "verdict", "queued ahead") else "right")
     for r in rows:
-        verdict = "passes" if r.worst is None else "fails"
+        verdict = "passes" if r.failed is None else "fails"
         hops, ahead = "-", "-"
-        if r.worst is None:
+        if r.failed is None:
             path = critical_path(r.protocol, r.size)
             hops, ahead = str(path.hops), "yes" if path.ahead else "no: a host gap"
         cells = (r.protocol.name, str(r.size), str(r.cases), f"{r.states:,}", verdict, hops, ahead, f"{r.seconds:.1f}")

@@ -89,6 +89,7 @@ class CancelLeader(Leader):
 
     def copy(self):
         other = super().copy()
+        assert isinstance(other, CancelLeader)
         if self.held is not None:
             replica = self.held[2].copy()
             other.held = (*self.held[:2], replica, self.held[3].copy(replica))
@@ -270,6 +271,7 @@ class CommitLeader(GatedLeader):
 
     def copy(self):
         other = super().copy()
+        assert isinstance(other, CommitLeader)
         other.heard = dict(self.heard)
         return other
 

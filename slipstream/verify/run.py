@@ -112,20 +112,19 @@ class Run:
         self.note(f"client {id} ends: {how}")
 
     def tell(self, message: ToFront) -> None:
-        kind = type(message)
-        if kind is Tokens:
+        if isinstance(message, Tokens):
             ids = np.frombuffer(message.ids, "<i8").tolist()
             for id, token in zip(ids, np.frombuffer(message.tokens, "<i4").tolist(), strict=True):
                 self._token(id, token)
-        elif kind is Finished:
+        elif isinstance(message, Finished):
             self._finished(message)
-        elif kind is Started:
+        elif isinstance(message, Started):
             if message.id in self.started or message.id not in self.live:
                 raise Violation(f"request {message.id} starts twice or out of turn")
             self.started.add(message.id)
-        elif kind is Refused:
+        elif isinstance(message, Refused):
             self._refused(message)
-        elif kind is not PromptLogprobs:
+        elif not isinstance(message, PromptLogprobs):
             raise Violation(f"the leader tells {message}")
 
     def _token(self, id: int, token: int) -> None:
@@ -193,11 +192,11 @@ class Run:
         self.live.clear()
         self.at(self.now + RESTART, self._restart, None)
 
-    def _restart(self, _: None) -> None:
+    def _restart(self, unused: None) -> None:
         self.steps += sum(self.group.leader.steps.values())
         self.group = self._new_group()
 
-    def _beat(self, _: None) -> None:
+    def _beat(self, unused: None) -> None:
         group = self.group
         if not group.dead:
             group.beat()
@@ -212,7 +211,8 @@ class Run:
                     self.unsent += 1
                     self.at(self.now, self.submit, self.reserve.pop())
             elif not group.broken:
-                return self._rest()
+                self._rest()
+                return
         self.at(self.now + BEAT, self._beat, None)
 
     def _rest(self) -> None:

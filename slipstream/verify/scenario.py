@@ -29,13 +29,13 @@ class Client(NamedTuple):
 class Fault(NamedTuple):
     """`kind`: lose_entry, lose_body, lose_reply, double_reply, wrong_digest, raise, die, stop.
 
-    `count`: at which message of that kind to or from the rank; for die and stop, `at` is the time. `seconds`: how long a
+    `nth`: at which message of that kind to or from the rank; for die and stop, `at` is the time. `seconds`: how long a
     stopped rank stands still.
     """
 
     kind: str
     rank: int
-    count: int = 0
+    nth: int = 0
     at: float = 0.0
     seconds: float = 0.0
 

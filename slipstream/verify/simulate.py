@@ -47,7 +47,7 @@ def run_seed(seed: int) -> Result:
         leader.planner.counters.preemptions,
         scenario.size,
         Counter(run.ends.values()),
-        dict(leader.steps),
+        {str(order): n for order, n in leader.steps.items()},
         failure,
     )
 
