@@ -139,6 +139,8 @@ class CudaExecutor:
         self._graphs.capture("sample", self._decode_buckets, self._head_and_sample)
         torch.cuda.synchronize(self.device)
         self._steps = int(self.counter.item())
+        if self.symmetric.fault.item():
+            raise ConfigError("the ranks did not meet within 20 s while they warmed up; one of them was far slower to compile")
         self._host = HostPages(host_pages, self.caches)
         self.copy_seconds = self._host.seconds()
 
