@@ -57,3 +57,18 @@ def test_weights_are_counted():
     ops.norm_weight(torch.zeros(20), 1e-5)
     ops.tensor(torch.zeros(3))
     assert ops.weight_bytes == 4 * (200 + 10 + 20 + 3)
+
+
+def test_close_candidates_do_not_tie_for_bfloat16():
+    """Logits around 20 are 0.125 apart in bfloat16; the best one must win by less than that, not by its id."""
+    ops = PlainOps(torch.bfloat16)
+    weight = torch.zeros(64, 64, dtype=torch.bfloat16)
+    weight[7, :2] = torch.tensor([20.0, 0.0])
+    weight[9, :2] = torch.tensor([20.0, 0.046875])  # 20.046875 is rounded to 20 in bfloat16
+    head = ops.weight(ops.tensor(weight))
+    hidden = torch.zeros(3, 64, dtype=torch.bfloat16)
+    hidden[:, :2] = 1.0
+    for rows in (1, 3):
+        logits = ops.logits(hidden[:rows], head)
+        assert logits.argmax(1).tolist() == [9] * rows
+        assert torch.allclose(logits[:, [7, 9]], torch.tensor([20.0, 20.046875]))
