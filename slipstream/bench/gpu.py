@@ -27,6 +27,7 @@ Peer = dict[str, tuple[str, str]]  # figure -> (the peer's, what is wanted)
 
 SERVE = "--load-format dummy --no-enable-prefix-caching --max-model-len 32768 --block-size 64 --max-num-seqs 128 --enable-debug"
 SHAPE = str(pathlib.Path(__file__).with_name("shapes") / "qwen3-8b")
+IDLE = "device_idle_percent_rank_0"  # shown where `--bench --trace` asked for it
 LATENCIES = ("itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "gaps_over_50_ms", "worst_gap_ms")
 FIRST = ("ttft_short_p50_ms", "ttft_long_p50_ms")
 BURST = ("decode_chunks_per_s_per_stream", "prefill_ktok_per_s", "worst_gap_in_window_ms", "ttft_burst_p50_ms")
@@ -104,7 +105,7 @@ def run_server(arguments: str, args: argparse.Namespace) -> tuple[float, dict[st
             except (RuntimeError, subprocess.TimeoutExpired) as e:
                 print(f"{workload.name}: {e}", flush=True)
                 continue
-            picked = {k: found[workload.name].get(k) for k in ("errors", *workload.figures)}
+            picked = {k: found[workload.name].get(k) for k in ("errors", *workload.figures, IDLE)}
             print(f"{workload.name}: " + ", ".join(f"{k} {shown(v)}" for k, v in picked.items()), flush=True)
         return ready, found
 
@@ -117,7 +118,8 @@ def table(runs: dict[str, tuple[float, dict[str, Figures]]]) -> str:
     for w in WORKLOADS:
         if not any(w.name in runs[m][1] for m in modes):
             continue
-        for figure in w.figures:
+        seen = any(IDLE in runs[m][1].get(w.name, {}) for m in modes)
+        for figure in (*w.figures, *([IDLE] if seen else [])):
             peer, wanted = w.peer.get(figure, ("", ""))
             cells = " | ".join(shown(runs[m][1].get(w.name, {}).get(figure)) for m in modes)
             lines.append(f"| {w.name} | {label(figure)[0]} | {peer} | {wanted} | {cells} |")
