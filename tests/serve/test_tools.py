@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from slipstream.config import ServerConfig
-from slipstream.serve.dialect import PLAIN, detect
+from slipstream.serve.dialect import PLAIN, Dialect, detect
 from slipstream.serve.tools import calls_schema
 from tests.serve.fake import EOS, Script, wait_for
 from tests.serve.test_chat import prompt_of
@@ -249,3 +249,28 @@ def test_tokens_of_a_conversation_with_tools_are_those_of_its_prompt(roomy):
     roomy.client.post("/v1/chat/completions", json=body)
     tokens = roomy.client.post("/tokenize", json=body).json()["tokens"]
     assert tokens == list(array("i", roomy.leader.requests[-1].prompt))
+
+
+def test_a_template_that_knows_tools_is_given_them_as_objects(roomy, monkeypatch):
+    """Llama's and Qwen's templates write arguments out themselves, so they must not get them as a text."""
+    seen = {}
+
+    def apply_chat(messages, tools=None, **kwargs):
+        seen.update(messages=messages, tools=tools, **kwargs)
+        return [*b"x"]
+
+    monkeypatch.setattr(roomy.tokenizer, "apply_chat", apply_chat)
+    monkeypatch.setattr(roomy.front, "dialect", Dialect("llama3", "none", True, template="enable_thinking"))
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    roomy.script = script('{"name": "get_weather", "parameters": {"city": "Paris"}}')
+    body = {"messages": messages, "tools": [WEATHER], "reasoning_effort": "none"}
+    choice = roomy.client.post("/v1/chat/completions", json=body).json()["choices"][0]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
+    assert seen["tools"] == [WEATHER] and seen["enable_thinking"] is False
+    assert seen["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert seen["messages"][1]["reasoning_content"] == "hm" and seen["messages"][2]["tool_call_id"] == "c1"
