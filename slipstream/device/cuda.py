@@ -5,6 +5,7 @@ and return. Between plan and settle nothing waits for the device, allocates on i
 """
 
 import collections
+import itertools
 import os
 import tempfile
 import time
@@ -57,7 +58,7 @@ class Flight:
     def __init__(self, pages: int, inputs: int, outcome: int):
         self.buffers = StepBuffers(pages, inputs, outcome)
         self.started = torch.cuda.Event(enable_timing=True)
-        self.ended = torch.cuda.Event(enable_timing=True)
+        self.ended: torch.cuda.Event  # outlives the flight: the next step is placed in time by it
         self.arrived = torch.cuda.Event()
         self.seq = -1
         self.samples = 0
@@ -171,6 +172,7 @@ class CudaExecutor:
         self._free = collections.deque(
             Flight(slots * self.tables.columns, self.layout.size, slots + 1) for _ in range(DEPTH)
         )  # fmt: skip
+        self._ends = itertools.cycle([torch.cuda.Event(enable_timing=True) for _ in range(2 * DEPTH)])
         self._plain = np.ones(slots, bool)
         self._resident: tuple[np.ndarray, int] | None = None  # the rows that the device's columns hold
         self._pending: tuple[Flight, Batch] | None = None
@@ -229,6 +231,7 @@ class CudaExecutor:
     def launch_forward(self, batch: Batch) -> None:
         flight = self._free.popleft()
         flight.seq, flight.extras, flight.masked = batch.seq, None, frozenset()
+        flight.ended = next(self._ends)
         if self.board is not None:
             flight.started.record(self.stream)
         self.tables.write_pages(batch.pages, flight.buffers)
