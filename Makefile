@@ -37,11 +37,11 @@ $(VENV)/bin/python:
 		echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
-	$(PIP) -e .
+	$(PIP) -e ".[voice]"
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/bin/python
-	$(PIP) -e ".[dev]"
+	$(PIP) -e ".[dev,voice]"
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed

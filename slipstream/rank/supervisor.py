@@ -24,8 +24,8 @@ from slipstream.rank.group import STACKS, Group, Member, Spec, State, child_envi
 from slipstream.rank.protocol import Attach, Down, Drain, Hello, ToSupervisor
 
 TICK = 0.1  # seconds between looks at the board
-TRIES = 5  # starts in a row that may fail without a token served in between
-BACKOFF = (0.0, 0.5, 1.0, 2.0, 4.0)  # seconds before the next start
+TRIES = 6  # starts in a row that may fail without a token served in between
+BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
 GRACE = 5.0  # seconds that a drained front end gets to exit
 
 
