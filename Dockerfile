@@ -8,7 +8,7 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 SLIPSTREAM_CACHE=/models
 WORKDIR /app
 COPY pyproject.toml constraints-cpu.txt README.md LICENSE ./
 COPY slipstream ./slipstream
-RUN pip install -c constraints-cpu.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} . \
+RUN pip install -c constraints-cpu.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[voice]" \
     && useradd --create-home slipstream && mkdir /models && chown slipstream /models
 
 USER slipstream
