@@ -42,8 +42,11 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
         raise ConfigError(f"model {model.name} has no language_model component, which a server needs")
     settings = {name: resolve_weights(s) for name, s in placement.settings.items()}
     place = placement.groups[placement.group_of(language)]
-    weights = placement.settings.get(language, {}).get("weights", engine.model)
-    engine = dataclasses.replace(engine, model=weights)
+    own = placement.settings.get(language, {})
+    if unknown := sorted(set(own) - {"weights", "dtype"}):
+        raise ConfigError(f"settings: {language}: {unknown[0]} is not had; weights and dtype are")
+    dtype = own.get("dtype", "auto") if engine.dtype == "auto" else engine.dtype
+    engine = dataclasses.replace(engine, model=own.get("weights", engine.model), dtype=dtype)
     if place.tensor_parallel_size != 1:
         engine = dataclasses.replace(engine, tensor_parallel_size=place.tensor_parallel_size)
     if place.device != "cpu":

@@ -14,6 +14,7 @@ from slipstream.models.whisper import RATE, WINDOW, Slot, Whisper, log_mel
 from slipstream.models.whisper_text import MAX_NEW, Ids, Window
 
 _FRAME = RATE // 50  # samples that loudness is measured over
+_SILENCE = 5e-4  # root mean square of a window's loudest frame below which nobody speaks; Whisper would make words up
 
 
 def windows(audio: np.ndarray) -> list[tuple[int, int]]:
@@ -28,8 +29,16 @@ def windows(audio: np.ndarray) -> list[tuple[int, int]]:
     return [*out, (start, len(audio))]
 
 
+def silent(audio: np.ndarray) -> bool:
+    frames = np.pad(audio, (0, -len(audio) % _FRAME)).reshape(-1, _FRAME)
+    return float(np.sqrt((frames**2).mean(axis=1).max(initial=0.0))) < _SILENCE
+
+
 class EncoderStep:
-    """audio float32 [n] at 16 kHz, whole -> per window: features [1, 1500, width] and its span [1, 2] in seconds."""
+    """audio float32 [n] at 16 kHz, whole -> per window: features [1, 1500, width] and its span [1, 2] in seconds.
+
+    Silent windows are passed over.
+    """
 
     def __init__(self, folder: str):
         self.encoder = Whisper.load(folder).encoder
@@ -40,10 +49,11 @@ class EncoderStep:
     def _row(self, row: Row) -> Result:
         if row.branches[0] is None:
             audio = np.array(row.inputs["audio"].data, np.float32).reshape(-1)
-            state = (audio, windows(audio))
+            left = [(start, stop) for start, stop in windows(audio) if not silent(audio[start:stop])]
         else:
-            state = row.branches[0]
-        audio, left = state
+            audio, left = row.branches[0]
+        if not left:
+            return Result()
         start, stop = left[0]
         features = self.encoder.forward(log_mel(audio[start:stop], self.encoder.filters))
         span = np.array([[start / RATE, stop / RATE]])

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import httpx
@@ -19,7 +20,8 @@ class VoiceServer:
             self.port = s.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "slipstream.cli", "serve", "voice", "--port", str(self.port), *args]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed with the server
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
         self.http = httpx.Client(base_url=self.url, timeout=120)
         self.wait()
 
@@ -28,7 +30,7 @@ class VoiceServer:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise AssertionError(self.process.stdout.read().decode())
+                raise AssertionError(self.output())
             try:
                 if self.http.get("/health").status_code == 200:
                     return
@@ -50,7 +52,14 @@ class VoiceServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        return code, self.process.stdout.read().decode()
+        try:
+            return code, self.output()
+        finally:
+            self.log.close()
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
 
 
 def children(pid: int) -> list[int]:
