@@ -11,6 +11,8 @@ SMOOTH = 0.2  # weight of the newest measurement ...
 SMOOTH_UP = 0.5  # ... and of one that took longer than thought
 BELIEVED = 3.0  # a measurement counts as at most so many times what was thought: one hiccup of the machine is no rule
 SMALLEST = 16  # the smallest chunk beside decoding rows
+FIRST = 256  # prompt tokens of a step of which nothing was measured and beside which nothing decodes
+LONGEST = 5.0  # seconds that a step without decoding rows should not exceed: --step-timeout is not far, newcomers wait
 LEAST_SHARE = 0.25  # of the target that a chunk may take where the decoding rows alone leave less of it
 
 
@@ -60,7 +62,9 @@ class Budget:
         Beside decoding rows the chunk at most doubles from one measurement to the next.
         """
         room = self.cap - decodes
-        if not decodes or self.target is None or room <= 0:
+        if not decodes:
+            return min(room, max(int(LONGEST / self.per_token), SMALLEST) if self.per_token else FIRST)
+        if self.target is None or room <= 0:
             return max(room, 0)
         most = max(2 * self.largest, SMALLEST)
         if not self.per_token:

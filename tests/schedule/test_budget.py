@@ -39,6 +39,13 @@ def test_nothing_that_decodes_means_the_whole_step():
     assert Budget(2048, 0.016, 0.01, 1e-3).prompt_tokens(0) == 2048
 
 
+def test_a_slow_device_gets_no_step_that_would_count_as_hung():
+    budget = Budget(2048, 0.1)
+    assert budget.prompt_tokens(0) <= 256, "nothing is known yet"
+    budget.observe(0, 256, 256 * 0.05)
+    assert budget.prompt_tokens(0) * 0.05 <= 5.0
+
+
 def test_beside_decoding_rows_the_chunk_starts_small_and_at_most_doubles_with_each_measurement():
     budget = Budget(2048, 10.0)
     found = []
