@@ -11,6 +11,7 @@ from slipstream.serve.dialect import Dialect
 from slipstream.serve.reader import Reading
 
 MAX_TOOLS = 128
+MAX_CALLS = 16  # of one forced answer; a small model may not stop by itself
 _OPEN = {
     "additionalProperties",
     "patternProperties",
@@ -104,7 +105,7 @@ def calls_schema(functions: list[dict[str, Any]], key: str, several: bool) -> di
         properties = {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/f{i}"}}
         calls.append({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**({"type": "array", "items": one, "minItems": 1} if several else one), "$defs": defs}
+    return {**({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_CALLS} if several else one), "$defs": defs}
 
 
 def _moved(schema: Any, root: str) -> Any:

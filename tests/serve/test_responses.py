@@ -122,7 +122,10 @@ def test_reasoning_is_an_item_of_its_own(thinking):  # noqa: F811
 
 def test_a_failure_ends_a_stream_with_its_event(client, roomy):
     roomy.script = Script([*b"ab"], reason="error", error="the device is gone")
-    events = list(client.responses.create(model="fake", input="x", stream=True))
+    roomy.leader.hold.set()  # a failure before the first event would be the answer's status
+    stream = client.responses.create(model="fake", input="x", stream=True)
+    roomy.leader.hold.clear()
+    events = list(stream)
     assert events[-1].type == "response.failed" and "device" in events[-1].response.error.message
     with pytest.raises(openai.InternalServerError, match="device"):
         client.responses.create(model="fake", input="x")
