@@ -232,8 +232,7 @@ class CudaExecutor:
         flight = self._free.popleft()
         flight.seq, flight.extras, flight.masked = batch.seq, None, frozenset()
         flight.ended = next(self._ends)
-        if self.board is not None:
-            flight.started.record(self.stream)
+        flight.started.record(self.stream)
         self.tables.write_pages(batch.pages, flight.buffers)
         rows = len(batch.slots)
         if batch.decodes == rows:
@@ -314,7 +313,8 @@ class CudaExecutor:
         if flight.samples and view[-1]:
             raise StepFailed("a rank did not arrive at a sum; this one stopped waiting for it")
         tokens = view[: flight.samples].copy()
-        outcome = Outcome(flight.seq, tokens)
+        milliseconds = flight.started.elapsed_time(flight.ended)
+        outcome = Outcome(flight.seq, tokens, seconds=milliseconds * 1e-3)
         if flight.samples and tokens.min() < 0:
             for i in np.flatnonzero(tokens < 0).tolist():
                 nothing = sampler.DEAD_END if i in flight.masked else sampler.NO_TOKEN
@@ -323,14 +323,13 @@ class CudaExecutor:
         if flight.extras is not None:
             flight.extras.add_to(outcome)
         if self.board is not None:
-            self._span(flight)
+            self._span(flight, int(milliseconds * 1e6))
         return outcome
 
-    def _span(self, flight: Flight) -> None:
+    def _span(self, flight: Flight, length: int) -> None:
         """The step's place on the host's clock: lengths and gaps are the device's, anchored when an idle one resumed."""
         assert self.board is not None
         now = time.monotonic_ns()
-        length = int(flight.started.elapsed_time(flight.ended) * 1e6)
         end = now
         if self._clock is not None:
             last, at = self._clock
