@@ -6,8 +6,8 @@ later. The leader's machine is told the virtual time; nothing here reads a clock
 
 import random
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from slipstream.rank.events import (
     Poison,
     Prepare,
     Send,
-    Span,
     Tell,
     Tick,
     Wake,
@@ -94,6 +93,21 @@ class Group:
         self.reason = ""
         self.wake_at = 0.0
         self.progress: tuple[tuple[int, ...], float] = ((), 0.0)
+        run_at, delay = run.at, self.random.random
+        self.handlers: dict[type, Callable[[int, Any], None]] = {
+            Launch: self.launch,
+            Answer: lambda rank, e: self.answer(rank, e.reply),
+            Tell: lambda rank, e: run.tell(e.message),
+            Send: lambda rank, e: self.send(e.message),
+            Seat: lambda rank, e: self.queue(rank, e, (e.slot, e.request.id)),
+            LaunchForward: lambda rank, e: self.forward(rank, e.batch),
+            LaunchSample: lambda rank, e: self.sample(rank, e.seq, e.masks, e.discarded),
+            Offload: lambda rank, e: self.queue(rank, e, tuple(e)),
+            Restore: lambda rank, e: self.queue(rank, e, tuple(e)),
+            Prepare: lambda rank, e: run_at(run.now + STEP * delay(), self.compile, (rank, e)),
+            Wake: lambda rank, e: self.wake(e.at),
+            Poison: lambda rank, e: self.poison(e.reason),
+        }
 
     # --- events
 
@@ -142,34 +156,19 @@ class Group:
     # --- effects
 
     def perform(self, rank: int, effects: Iterable[Effect]) -> None:
+        handlers = self.handlers
         for effect in effects:
-            if isinstance(effect, Span):
-                continue
-            if isinstance(effect, Launch):
-                self.forward(rank, effect.batch)
-                self.sample(rank, effect.batch.seq, None, frozenset())
-            elif isinstance(effect, Answer):
-                self.answer(rank, effect.reply)
-            elif isinstance(effect, Tell):
-                self.run.tell(effect.message)
-            elif isinstance(effect, Send):
-                self.send(effect.message)
-            elif isinstance(effect, Seat):
-                self.queue(rank, effect, (effect.slot, effect.request.id))
-            elif isinstance(effect, LaunchForward):
-                self.forward(rank, effect.batch)
-            elif isinstance(effect, LaunchSample):
-                self.sample(rank, effect.seq, effect.masks, effect.discarded)
-            elif isinstance(effect, Offload | Restore):
-                self.queue(rank, effect, tuple(effect))
-            elif isinstance(effect, Prepare):
-                self.run.at(self.run.now + STEP * self.random.random(), self.compile, (rank, effect))
-            elif isinstance(effect, Wake):
-                self.wake_at = effect.at
-                self.run.at(effect.at, self.tick, effect.at)
-            elif isinstance(effect, Poison):
-                self.poison(effect.reason)
-                return
+            handler = handlers.get(type(effect))
+            if handler is not None:
+                handler(rank, effect)
+
+    def launch(self, rank: int, effect: Launch) -> None:
+        self.forward(rank, effect.batch)
+        self.sample(rank, effect.batch.seq, None, frozenset())
+
+    def wake(self, at: float) -> None:
+        self.wake_at = at
+        self.run.at(at, self.tick, at)
 
     def send(self, message: Entry | Body | Forget) -> None:
         loss = ""
