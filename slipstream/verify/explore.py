@@ -11,7 +11,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from slipstream.verify.memory import Violation
-from slipstream.verify.model import Action, Model, World
+from slipstream.verify.model import Model
+from slipstream.verify.world import Action, World
 
 
 class Found(NamedTuple):

@@ -13,7 +13,7 @@ from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.planner import Plan, Planner
 from slipstream.verify.cases import LEASED
-from slipstream.verify.model import Copied, Copy, StateReplica
+from slipstream.verify.world import Copied, Copy, StateReplica
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True, tag=100):

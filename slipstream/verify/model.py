@@ -1,121 +1,41 @@
-"""The checker's world: the production machines of a group, the channels between them, and the device they share.
+"""The checker's model: what can happen in a world, and which world it leads to.
 
-A world is a value made of small integers: each machine, message and operation is kept once, and what a machine does at an event
-is worked out once, on a copy. An operation of the device ends when every rank has queued it; its outcome then waits at each
-rank, however long. Clocks are no part of it: that the leader holds a step back, or goes ahead, are two different actions.
+An operation of the device ends when every rank has queued it; its outcome then waits at each rank, however long. Clocks are no
+part of a world: that the leader holds a step back, or goes ahead, are two different actions.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from slipstream.log.batch import Offload, Outcome, Restore, Seat
 from slipstream.log.entries import Entry, Prepared, Reply
-from slipstream.log.replica import Replica
-from slipstream.rank.events import (
-    Aborted,
-    Answer,
-    Arrived,
-    Compiled,
-    Launch,
-    LaunchForward,
-    LaunchSample,
-    Poison,
-    Prepare,
-    Send,
-    Submitted,
-    Tell,
-    Tick,
-)
-from slipstream.rank.leader import WINDOW, Leader
+from slipstream.rank.events import Aborted, Arrived, Compiled, Submitted, Tick
+from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Finished, Refused, Tokens
-from slipstream.schedule.budget import Budget
-from slipstream.schedule.planner import Planner
-from slipstream.verify.audit import at_rest, audit
+from slipstream.verify.audit import at_rest
 from slipstream.verify.cases import Case
 from slipstream.verify.ghost import Ghost
 from slipstream.verify.memory import Violation
-from slipstream.verify.toy import DEAD_END, ToyMatcher, choose, expected_of
-
-HOLD, GO = 0.0, 0.9  # what the leader is told for the time: before, or after, the moment at which it plans ahead
-STEP_SECONDS = 0.6  # what it believes a step takes; HOLD < 0.75 * STEP_SECONDS < GO < the heartbeat
-UNSENT, LIVE, ABORTED, OVER = range(4)  # a request as the front end sees it
-RING = 3
-
-
-class FixedBudget(Budget):
-    """Learns nothing, so that no measured time is part of a state."""
-
-    def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        pass
-
-    def expected(self, decodes: int, prompt_tokens: int) -> float:
-        return STEP_SECONDS
-
-
-class StateReplica(Replica):
-    """Its digest is that of its whole state, not of its history, so that equal states are one state."""
-
-    def seal(self) -> int:
-        self._mix.clear()
-        return hash(self.state()) & (2**63 - 1)
-
-
-class Protocol(NamedTuple):
-    """A protocol is the classes that follow it. `fails`: whether a violation is expected."""
-
-    name: str
-    leader: type[Leader] = Leader
-    rank: type[Rank] = Rank
-    planner: type[Planner] = Planner
-    replica: type[Replica] = StateReplica
-    fails: bool = False
-    clocks: bool = False  # ranks end requests by clocks of their own
-    serial: bool = False
-
-
-class Expire(NamedTuple):
-    """A rank's own clock ends a request."""
-
-    id: int
-
-
-class Copied(NamedTuple):
-    """A rank's copy of a leased request's pages has ended."""
-
-    id: int
-
-
-class Copy(NamedTuple):
-    """Effect: start the copy of a leased request's pages, beside the stream, when the stream gets here."""
-
-    id: int
-    pages: tuple[int, ...]
-
-
-class Site(NamedTuple):
-    """One rank: its machine, what is on its way to it and from it, and its part of the device."""
-
-    machine: int
-    inbox: tuple[int, ...] = ()  # messages from the leader
-    back: tuple[int, ...] = ()  # messages to the leader
-    queued: tuple[int, ...] = ()  # operations queued that have not run on all ranks
-    arrived: tuple[int, ...] = ()  # operations whose outcome has not been taken
-    jobs: tuple[int, ...] = ()  # requests whose grammar is being compiled
-    copies: tuple[int, ...] = ()  # requests whose leased pages are being copied
-    dead: bool = False
-
-
-class World(NamedTuple):
-    sites: tuple[Site, ...]
-    front: tuple[tuple[int, int], ...]  # per request: (UNSENT .. OVER, tokens it was told)
-    expired: tuple[tuple[int, int], ...] = ()  # (rank, request) of local clocks that have struck
-    poisoned: bool = False
-
-
-Action = tuple[Any, ...]
+from slipstream.verify.reactions import Reactions
+from slipstream.verify.toy import ToyMatcher, expected_of
+from slipstream.verify.world import (
+    ABORTED,
+    GO,
+    HOLD,
+    LIVE,
+    OVER,
+    UNSENT,
+    Action,
+    Copied,
+    Expire,
+    FixedBudget,
+    Protocol,
+    Site,
+    World,
+    show,
+    with_site,
+)
 
 
 class Model:
@@ -128,14 +48,7 @@ class Model:
         for r, script, (tokens, _) in zip(case.requests, case.script, self.expected, strict=True):
             drawn = [*tokens, *script[len(tokens) :]][: r.max_tokens]
             known.append([*np.frombuffer(r.prompt, "<i4").tolist(), *drawn])
-        self._machines: list[Rank] = []
-        self._ghosts: list[Ghost | None] = []
-        self._ids: dict[Hashable, int] = {}
-        self._things: list[Any] = []
-        self._thing_ids: dict[Hashable, int] = {}
-        self._reactions: dict[tuple[int, Hashable], tuple[int, tuple[Action, ...]] | str] = {}
-        self._cores: dict[int, int] = {}
-        self._core_ids: dict[Hashable, int] = {}
+        self.known = Reactions(case)
         self._ghost = Ghost(case, known)
         self.entries = 0  # the longest log seen
 
@@ -147,46 +60,37 @@ class Model:
         planner = protocol.planner(replica, FixedBudget(case.cap, per_token=1.0), 8)
         leader = protocol.leader(replica, planner, self.size, case.asynchronous and not protocol.serial)
         ranks = [leader, *(protocol.rank(i, protocol.replica(case.limits)) for i in range(1, self.size))]
-        sites = [Site(self._keep(r, self._ghost if not r.rank else None)) for r in ranks]
+        sites = [Site(self.known.keep(r, self._ghost if not r.rank else None)) for r in ranks]
         world = World(tuple(sites), ((UNSENT, 0),) * len(case.requests))
         if case.all_at_once:
             for i in range(len(case.requests)):
                 world = self.apply(world, ("submit", i))
         return world
 
-    def _keep(self, machine: Rank, ghost: Ghost | None) -> int:
-        key = (machine.rank, machine.state(), ghost and ghost.state())
-        at = self._ids.get(key)
-        if at is None:
-            audit_machine(machine)
-            at = self._ids[key] = len(self._machines)
-            self._machines.append(machine)
-            self._ghosts.append(ghost)
-            self._cores[at] = self._core(machine, key[1], ghost)
-        return at
-
-    def _core(self, machine: Rank, state: Any, ghost: Ghost | None) -> int:
-        """Names what a machine is but for which follower it is, or what it knows of each."""
-        key = (state[:-2], ghost and ghost.state()) if isinstance(machine, Leader) else state
-        return self._core_ids.setdefault((isinstance(machine, Leader), key), len(self._core_ids))
-
     def key(self, world: World) -> Hashable:
         """Equal for worlds that differ only in which follower is which."""
-        leader = self._machines[world.sites[0].machine]
+        leader = self.known.machines[world.sites[0].machine]
         assert isinstance(leader, Leader)
         followers = []
         for i, site in enumerate(world.sites[1:], 1):
             early = tuple((seq, r.digest) for seq, replies in leader.early.items() for r in replies if r.rank == i)
             owed = tuple(id for id, (_, missing) in leader.preparing.items() if i in missing)
             struck = tuple(id for rank, id in world.expired if rank == i)
-            back = tuple(nameless(self._things[t]) for t in site.back)
+            back = tuple(nameless(self.known.things[t]) for t in site.back)
             rest = self.rival_view(leader, i)
             followers.append(
-                (self._cores[site.machine], site[1:2], back, site[3:], leader.replied[i], early, owed, struck, rest)
+                (self.known.cores[site.machine], site[1:2], back, site[3:], leader.replied[i], early, owed, struck, rest)
             )
         followers.sort()
         own = (tuple(id for rank, id in world.expired if rank == 0), self.rival_view(leader, 0))
-        return (self._cores[world.sites[0].machine], world.sites[0][1:], tuple(followers), world.front, own, world.poisoned)
+        return (
+            self.known.cores[world.sites[0].machine],
+            world.sites[0][1:],
+            tuple(followers),
+            world.front,
+            own,
+            world.poisoned,
+        )
 
     def rival_view(self, leader: Leader, rank: int) -> Hashable:
         """What a rival's leader remembers of one follower."""
@@ -231,7 +135,7 @@ class Model:
         if unsent:
             out.append(("submit", unsent[0]))
         out += [("abort", i) for i in case.aborts if world.front[i][0] == LIVE]
-        leader = self._machines[world.sites[0].machine]
+        leader = self.known.machines[world.sites[0].machine]
         assert isinstance(leader, Leader)
         if leader.depth > 1 and len(leader.replica.flights) == 1 and leader.late is None:
             out.append(("plan",))
@@ -270,17 +174,17 @@ class Model:
             i = action[1]
             message = sites[i].inbox[0]
             world = with_site(world, i, sites[i]._replace(inbox=sites[i].inbox[1:]))
-            return self._react(world, i, ("read", message), lambda: self._things[message])
+            return self._react(world, i, ("read", message), lambda: self.known.things[message])
         if kind == "hear":
             i = action[1]
             message = sites[i].back[0]
             world = with_site(world, i, sites[i]._replace(back=sites[i].back[1:]))
-            return self._react(world, 0, ("read", message), lambda: self._things[message])
+            return self._react(world, 0, ("read", message), lambda: self.known.things[message])
         if kind == "arrive":
             i = action[1]
             op = sites[i].arrived[0]
             world = with_site(world, i, sites[i]._replace(arrived=sites[i].arrived[1:]))
-            return self._react(world, i, ("arrive", op), lambda: Arrived(self._things[op].outcome))
+            return self._react(world, i, ("arrive", op), lambda: Arrived(self.known.things[op].outcome))
         if kind == "compiled":
             _, i, id = action
             world = with_site(world, i, sites[i]._replace(jobs=tuple(j for j in sites[i].jobs if j != id)))
@@ -302,106 +206,13 @@ class Model:
     def _front(self, world: World, i: int, to: tuple[int, int]) -> World:
         return world._replace(front=(*world.front[:i], to, *world.front[i + 1 :]))
 
-    # --- machines
-
     def _react(self, world: World, i: int, key: Hashable, event: Callable[[], Any], now: float = HOLD) -> World:
         """Lets rank i take an event and carries its effects out."""
-        machine = world.sites[i].machine
-        done = self._reactions.get((machine, key))
-        if done is None:
-            try:
-                done = self._work_out(machine, event(), now)
-            except Violation as e:
-                done = str(e)
-            except Exception as e:
-                done = f"rank {i} raises {type(e).__name__}: {e}"
-            self._reactions[machine, key] = done
-        if isinstance(done, str):
-            raise Violation(done)
-        after, effects = done
+        after, effects = self.known.react(world.sites[i].machine, key, event, now)
         world = with_site(world, i, world.sites[i]._replace(machine=after))
         for effect in effects:
             world = self._carry_out(world, i, effect)
         return self._run_device(world) if effects else world
-
-    def _work_out(self, at: int, event: Any, now: float) -> tuple[int, tuple[Action, ...]]:
-        machine = self._machines[at].copy()
-        ghost = self._ghosts[at]
-        ghost = ghost and ghost.copy()
-        effects: list[Action] = []
-        for effect in machine.on(event, now):
-            kind = type(effect)
-            if isinstance(effect, Launch | LaunchForward):
-                effects.append(("queue", self._forward(machine, effect.batch)))
-                if ghost is not None:
-                    effects.append(("writes", tuple(ghost.run(effect.batch, machine.replica))))
-                if kind is Launch:
-                    effects.append(("queue", self._sample(machine, effect.batch.seq, {}, frozenset())))
-            elif isinstance(effect, LaunchSample):
-                effects.append(("queue", self._sample(machine, effect.seq, effect.masks, effect.discarded)))
-            elif isinstance(effect, Seat | Offload | Restore | Copy):
-                name = (kind.__name__, effect.slot, effect.request.id) if isinstance(effect, Seat) else (kind.__name__, *effect)
-                effects.append(("queue", self._thing(name, Op(name, None))))
-                if isinstance(effect, Copy):
-                    effects.append(("copy", effect.id))
-                if ghost is not None:
-                    ghost.call(effect)
-            elif isinstance(effect, Send):
-                effects.append(("send", self._thing(effect.message, effect.message)))
-            elif isinstance(effect, Answer):
-                if machine.rank or isinstance(effect.reply, Reply):
-                    effects.append(("answer", self._thing(effect.reply, effect.reply)))
-            elif isinstance(effect, Prepare):
-                effects.append(("job", effect.id))
-            elif isinstance(effect, Tell):
-                effects += self._tell(effect.message)
-            elif isinstance(effect, Poison):
-                raise Violation(f"the leader poisons the group: {effect.reason}")
-        if ghost is not None:
-            ghost.forget(machine.replica)
-        forget_clocks(machine)
-        return self._keep(machine, ghost), tuple(effects)
-
-    def _thing(self, key: Hashable, value: Any) -> int:
-        at = self._thing_ids.get(key)
-        if at is None:
-            at = self._thing_ids[key] = len(self._things)
-            self._things.append(value)
-        return at
-
-    def _forward(self, machine: Rank, batch: Any) -> int:
-        ids = tuple(machine.replica.requests[s].id for s in batch.slots.tolist())
-        columns = (batch.slots, batch.starts, batch.counts, batch.samples, batch.pages)
-        name = ("step", batch.seq, ids, *(tuple(c.ravel().tolist()) for c in columns))
-        return self._thing(name, Op(name, None))
-
-    def _sample(self, machine: Rank, seq: int, masks: dict[int, np.ndarray], over: frozenset[int]) -> int:
-        """The sampling of the step launched last: its tokens follow from the script."""
-        replica = machine.replica
-        flight = replica.flights[-1]
-        tokens: list[int] = []
-        errors: dict[int, str] = {}
-        for slot in flight.slots.tolist():
-            r = replica.requests[slot]
-            token = self.case.script[r.id][int(replica.target[slot]) - 1 - r.prompt_len]
-            if slot in masks:
-                token = choose(token, masks[slot])
-                if token < 0:
-                    errors[len(tokens)] = DEAD_END
-            tokens.append(token)
-        shown = tuple((s, masks[s].tobytes()) for s in sorted(masks))
-        name = ("sample", seq, tuple(tokens), shown, tuple(sorted(over)))
-        return self._thing(name, Op(name, Outcome(seq, np.array(tokens, np.int32), errors=errors)))
-
-    def _tell(self, message: Any) -> list[Action]:
-        if isinstance(message, Tokens):
-            ids, tokens = np.frombuffer(message.ids, "<i8").tolist(), np.frombuffer(message.tokens, "<i4").tolist()
-            return [("token", id, token) for id, token in zip(ids, tokens, strict=True)]
-        if isinstance(message, Finished):
-            return [("finished", message.id, message.reason)]
-        if isinstance(message, Refused):
-            raise Violation(f"request {message.id} is refused: {message.message}")
-        return []
 
     # --- effects on the world
 
@@ -412,7 +223,7 @@ class Model:
             self._compare(world, i, what[0])
             return with_site(world, i, site._replace(queued=(*site.queued, what[0])))
         if kind == "send":
-            message = self._things[what[0]]
+            message = self.known.things[what[0]]
             if isinstance(message, Entry):
                 self.entries = max(self.entries, message.seq + 1)
             rest = (s if s.dead else s._replace(inbox=(*s.inbox, what[0])) for s in world.sites[1:])
@@ -432,20 +243,20 @@ class Model:
         n = len(world.sites[i].queued)
         for j, other in enumerate(world.sites):
             if j != i and len(other.queued) > n and other.queued[n] != op:
-                mine, theirs = self._things[op].name, self._things[other.queued[n]].name
+                mine, theirs = self.known.things[op].name, self.known.things[other.queued[n]].name
                 raise Violation(f"rank {i} queues {show(mine)} where rank {j} has queued {show(theirs)}")
 
     def _writes(self, world: World, pages: tuple[int, ...]) -> World:
         """A step of the log writes pages: no rank may still be copying them beside the stream."""
         for i, site in enumerate(world.sites):
             for id in site.copies:
-                held = leased_pages(self._machines[site.machine], id)
+                held = leased_pages(self.known.machines[site.machine], id)
                 if held is None or set(held) & set(pages):
                     raise Violation(f"a step writes to pages {list(pages)} while rank {i} still copies those of request {id}")
         return world
 
     def _answer(self, world: World, i: int, message: int) -> World:
-        reply = self._things[message]
+        reply = self.known.things[message]
         site = world.sites[i]
         if isinstance(reply, Reply):
             if not all(reply.existed):
@@ -478,7 +289,7 @@ class Model:
         n = min(len(s.queued) for s in sites)
         if not n:
             return world
-        done = [op for op in sites[0].queued[:n] if self._things[op].outcome is not None]
+        done = [op for op in sites[0].queued[:n] if self.known.things[op].outcome is not None]
         new = tuple(s._replace(queued=s.queued[n:], arrived=() if s.dead else (*s.arrived, *done)) for s in sites)
         return world._replace(sites=new)
 
@@ -490,33 +301,22 @@ class Model:
         if waiting:
             raise Violation(f"deadlock: requests {waiting} never end; {self.where(world)}")
         if not world.poisoned:
-            at_rest([self._machines[s.machine] for s in world.sites])
+            at_rest([self.known.machines[s.machine] for s in world.sites])
 
     def where(self, world: World) -> str:
         parts = []
         for i, site in enumerate(world.sites):
-            queued = [show(self._things[op].name) for op in site.queued]
+            queued = [show(self.known.things[op].name) for op in site.queued]
             parts.append(
-                f"rank {i} has applied entry {self._machines[site.machine].applied} and waits in {queued or 'nothing'}"
+                f"rank {i} has applied entry {self.known.machines[site.machine].applied} and waits in {queued or 'nothing'}"
             )
         return "; ".join(parts)
 
     def machine(self, world: World, i: int) -> Rank:
-        return self._machines[world.sites[i].machine]
+        return self.known.machines[world.sites[i].machine]
 
     def thing(self, at: int) -> Any:
-        return self._things[at]
-
-
-class Op(NamedTuple):
-    """An operation of the device; only samplings have an outcome."""
-
-    name: tuple[Any, ...]
-    outcome: Outcome | None
-
-
-def with_site(world: World, i: int, site: Site) -> World:
-    return world._replace(sites=(*world.sites[:i], site, *world.sites[i + 1 :]))
+        return self.known.things[at]
 
 
 def nameless(message: Any) -> tuple[Any, ...]:
@@ -529,36 +329,6 @@ def message_items(message: Any) -> list[tuple[str, Any]]:
     return [(name, getattr(message, name)) for name in names]
 
 
-def forget_clocks(machine: Rank) -> None:
-    """Sets all times that a leader remembers back to zero; `HOLD` and `GO` are told anew at each event."""
-    if isinstance(machine, Leader):
-        machine.now = machine.arrived_at = machine.written_at = 0.0
-        machine.flying = type(machine.flying)(f._replace(at=0.0) for f in machine.flying)
-        machine.step_tokens.clear()
-
-
 def leased_pages(machine: Rank, id: int) -> tuple[int, ...] | None:
     """The pages of a lease, None where the rank holds no such lease any more."""
     return getattr(machine.replica, "leases", {}).get(id)
-
-
-def audit_machine(machine: Rank) -> None:
-    replica = machine.replica
-    audit(replica, getattr(replica, "leases", {}).values())
-    if len(replica.flights) > RING:
-        raise Violation(f"rank {machine.rank} has {len(replica.flights)} steps in flight")
-    if isinstance(machine, Leader) and machine.next - machine.acknowledged > WINDOW + 1:
-        raise Violation("too many entries are unanswered")
-
-
-def show(name: tuple[Any, ...]) -> str:
-    """An operation in words."""
-    if name[0] == "step":
-        _, seq, ids, slots, starts, counts, *_ = name
-        rows = ", ".join(f"request {q}[{a}:{a + n}]" for q, a, n in zip(ids, starts, counts, strict=True))
-        return f"the forward of entry {seq} ({rows})"
-    if name[0] == "sample":
-        return f"the sampling of entry {name[1]}"
-    if name[0] == "Seat":
-        return f"the seating of request {name[2]} in slot {name[1]}"
-    return f"{name[0].lower()} {name[1:]}"

@@ -4,7 +4,8 @@ from typing import Any
 
 from slipstream.log.entries import Body, Entry, Forget, Prepared, Reply
 from slipstream.verify.memory import Violation
-from slipstream.verify.model import Action, Model, World
+from slipstream.verify.model import Model
+from slipstream.verify.world import Action, World
 
 
 def narrate(model: Model, trace: tuple[Action, ...]) -> list[str]:

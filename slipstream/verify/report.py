@@ -9,10 +9,11 @@ from rich.table import Table
 from slipstream.errors import ConfigError
 from slipstream.verify.cases import Case, cases
 from slipstream.verify.explore import Found, explore
-from slipstream.verify.model import Model, Protocol
+from slipstream.verify.model import Model
 from slipstream.verify.narrate import narrate
 from slipstream.verify.rivals import PROTOCOLS
 from slipstream.verify.timing import critical_path
+from slipstream.verify.world import Protocol
 
 
 class Row(NamedTuple):

@@ -14,7 +14,7 @@ from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.planner import Plan, Planner
 from slipstream.verify.leases import EarlyLeader, EarlyRank, LeaseLeader, LeasePlanner, LeaseRank, LeaseReplica
-from slipstream.verify.model import Expire, Protocol
+from slipstream.verify.world import Expire, Protocol
 
 # --- run-ahead with cancel
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from slipstream.log.replica import Limits
 from slipstream.verify.cases import Case, request
-from slipstream.verify.model import Action, Model, Protocol, World
+from slipstream.verify.model import Model
+from slipstream.verify.world import Action, Protocol, World
 
 STEP = 1000.0
 SKIP = 3  # steps at the beginning and the end that are not steady
