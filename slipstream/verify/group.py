@@ -5,11 +5,8 @@ later. The leader's machine is told the virtual time; nothing here reads a clock
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
 from slipstream.log.entries import Body, Entry, Forget, Prepared, Reply
@@ -32,9 +29,10 @@ from slipstream.rank.events import (
 from slipstream.rank.leader import WINDOW, Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.budget import Budget
-from slipstream.verify.memory import Memory, Violation
+from slipstream.verify.memory import Violation
 from slipstream.verify.scenario import Fault, Scenario
-from slipstream.verify.toy import DEAD_END, Draws, ToyMatcher, choose
+from slipstream.verify.stream import Stream
+from slipstream.verify.toy import ToyMatcher
 
 if TYPE_CHECKING:
     from slipstream.verify.run import Run
@@ -46,22 +44,6 @@ STEP_TIMEOUT = 2.0  # seconds without progress after which the supervisor gives 
 
 class Raised(Exception):
     """What an injected fault raises in a rank."""
-
-
-Operation = Batch | Seat | Offload | Restore
-
-
-class Queued:
-    """One operation on the device stream: what the first rank queued, and how many ranks have queued the same."""
-
-    __slots__ = ("what", "columns", "masks", "over", "queued", "sampled")
-
-    def __init__(self, what: "Operation", columns: tuple[object, ...]):
-        self.what = what
-        self.columns = columns  # to compare other ranks' operations with
-        self.masks: dict[int, np.ndarray] | None = None
-        self.over: frozenset[int] = frozenset()
-        self.queued = self.sampled = 0
 
 
 class Group:
@@ -77,11 +59,7 @@ class Group:
         planner = run.make_planner(replica, Budget(scenario.cap, scenario.target), scenario.max_queue)
         self.leader = Leader(replica, planner, self.size, scenario.asynchronous)
         self.ranks: list[Rank] = [self.leader, *(Rank(i, run.make_replica(self.limits)) for i in range(1, self.size))]
-        self.memory = Memory(self.limits)
-        self.tokens = Draws(scenario.slots)
-        self.stream: deque[Queued] = deque()  # what some rank has queued and not all, in order
-        self.done = 0  # operations that have left the stream
-        self.place = [0] * self.size  # operations that each rank has queued
+        self.stream = Stream(self.size, self.limits, self.differs, self.ran)
         self.device_free = 0.0
         self.digests: dict[int, tuple[int, int]] = {}  # entry -> (digest, how many ranks have answered it)
         self.last = [[0.0] * self.size for _ in range(3)]  # latest delivery to, reply from, outcome on each rank
@@ -99,11 +77,11 @@ class Group:
             Answer: lambda rank, e: self.answer(rank, e.reply),
             Tell: lambda rank, e: run.tell(e.message),
             Send: lambda rank, e: self.send(e.message),
-            Seat: lambda rank, e: self.queue(rank, e, (e.slot, e.request.id)),
+            Seat: lambda rank, e: self.stream.queue(rank, e, (e.slot, e.request.id)),
             LaunchForward: lambda rank, e: self.forward(rank, e.batch),
-            LaunchSample: lambda rank, e: self.sample(rank, e.seq, e.masks, e.discarded),
-            Offload: lambda rank, e: self.queue(rank, e, tuple(e)),
-            Restore: lambda rank, e: self.queue(rank, e, tuple(e)),
+            LaunchSample: lambda rank, e: self.stream.sample(rank, e.seq, e.masks, e.discarded),
+            Offload: lambda rank, e: self.stream.queue(rank, e, tuple(e)),
+            Restore: lambda rank, e: self.stream.queue(rank, e, tuple(e)),
             Prepare: lambda rank, e: run_at(run.now + STEP * delay(), self.compile, (rank, e)),
             Wake: lambda rank, e: self.wake(e.at),
             Poison: lambda rank, e: self.poison(e.reason),
@@ -164,7 +142,7 @@ class Group:
 
     def launch(self, rank: int, effect: Launch) -> None:
         self.forward(rank, effect.batch)
-        self.sample(rank, effect.batch.seq, None, frozenset())
+        self.stream.sample(rank, effect.batch.seq, None, frozenset())
 
     def wake(self, at: float) -> None:
         self.wake_at = at
@@ -210,86 +188,23 @@ class Group:
         if len(self.ranks[rank].replica.flights) > RING:
             raise Violation(f"rank {rank} has {len(self.ranks[rank].replica.flights)} steps in flight")
         b = batch
-        self.queue(
+        self.stream.queue(
             rank, b, (b.seq, b.slots.tobytes(), b.starts.tobytes(), b.counts.tobytes(), b.samples.tobytes(), b.pages.tobytes())
         )
-
-    def queue(self, rank: int, what: "Operation", columns: tuple[object, ...]) -> None:
-        """Every rank's n-th operation must be the first one's; the device waits until all have queued it."""
-        n = self.place[rank] - self.done
-        self.place[rank] += 1
-        if n == len(self.stream):
-            self.stream.append(Queued(what, columns))
-        queued = self.stream[n]
-        if queued.columns != columns:
-            return self.differs(f"rank {rank} differs: it queues {words(what)} where another queued {words(queued.what)}")
-        queued.queued += 1
-        if queued.queued == self.size:
-            self.work()
 
     def differs(self, text: str) -> None:
         """Ranks do unlike things: never, unless a fault was injected; then the device hangs until that is noticed."""
         if not self.broken:
             raise Violation(text)
 
-    def sample(self, rank: int, seq: int, masks: dict[int, np.ndarray] | None, over: frozenset[int]) -> None:
-        queued = self.stream[self.place[rank] - 1 - self.done]
-        if queued.sampled == 0:
-            queued.masks, queued.over = masks, over
-        elif (masks or queued.masks) and not same_masks(queued, masks or {}, over):
-            return self.differs(f"rank {rank} samples entry {seq} under other masks than another rank")
-        queued.sampled += 1
-        if queued.sampled == self.size:
-            self.work()
-
-    def work(self) -> None:
-        """Carries out what all ranks have queued, in order."""
-        stream = self.stream
-        while stream and stream[0].queued == self.size:
-            queued = stream[0]
-            what = queued.what
-            if isinstance(what, Seat):
-                self.memory.seat(what.slot, what.request)
-                self.tokens.admit(what.slot, what.request)
-            elif isinstance(what, Offload):
-                self.memory.offload(what.pages, what.host)
-            elif isinstance(what, Restore):
-                self.memory.restore(what.host, what.pages)
-            elif queued.sampled == self.size:
-                self.start(queued, what)
-            else:
-                return
-            stream.popleft()
-            self.done += 1
-
-    def start(self, queued: Queued, batch: Batch) -> None:
-        """All ranks have queued the step: it runs after the one before it."""
-        self.memory.run(batch)
-        outcome = self.outcome(queued, batch)
+    def ran(self, batch: Batch, outcome: Outcome) -> None:
+        """A step starts, after the one before it; each rank will see its outcome."""
         begin = max(self.run.now, self.device_free)
         self.device_free = end = begin + STEP + TOKEN * batch.tokens
         for rank in range(self.size):
             late = max(self.last[2][rank], end + self.scenario.jitter * self.random.random() * self.scenario.slow[rank])
             self.last[2][rank] = late
             self.run.at(late, self.arrive, (rank, outcome))
-
-    def outcome(self, queued: Queued, batch: Batch) -> Outcome:
-        slots, ends = batch.slots.astype(np.intp), batch.starts + batch.counts
-        if batch.decodes < len(slots):
-            rows = batch.samples
-            slots, ends = slots[rows], ends[rows]
-        ends = ends.astype(np.intp)
-        outcome = self.tokens.sample(batch, slots, ends)
-        if queued.masks:
-            for i, slot in enumerate(slots.tolist()):
-                mask = queued.masks.get(slot)
-                if mask is not None:
-                    token = choose(int(outcome.tokens[i]), mask)
-                    outcome.tokens[i] = token
-                    if token < 0:
-                        outcome.errors[i] = DEAD_END
-        self.memory.sampled(slots, ends, outcome.tokens)
-        return outcome
 
     def answer(self, rank: int, reply: Reply | Prepared) -> None:
         """Every rank's digest of an entry must be the first one's; then a follower's reply goes its way."""
@@ -372,19 +287,3 @@ class Group:
         waiting = len(leader.planner.queue) + len(leader.preparing)
         if waiting > self.scenario.max_queue:
             raise Violation(f"{waiting} requests wait where {self.scenario.max_queue} may")
-
-
-def same_masks(queued: Queued, masks: dict[int, np.ndarray], over: frozenset[int]) -> bool:
-    own = queued.masks or {}
-    return over == queued.over and own.keys() == masks.keys() and all((own[s] == masks[s]).all() for s in own)
-
-
-def words(what: Operation) -> str:
-    """An operation of the device in a few words."""
-    if isinstance(what, Batch):
-        rows = zip(what.slots.tolist(), what.starts.tolist(), what.counts.tolist(), strict=True)
-        shown = " ".join(f"{slot}:[{start},{start + count})" for slot, start, count in rows)
-        return f"entry {what.seq} with rows {shown} and pages {what.pages.tolist()}"
-    if isinstance(what, Seat):
-        return f"request {what.request.id} in slot {what.slot}"
-    return repr(what)

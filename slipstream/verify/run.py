@@ -220,8 +220,8 @@ class Run:
         group = self.group
         self.steps += sum(group.leader.steps.values())
         at_rest(group.ranks)
-        if group.stream:
-            raise Violation(f"{len(group.stream)} operations never ran on all ranks")
+        if group.stream.waiting:
+            raise Violation(f"{len(group.stream.waiting)} operations never ran on all ranks")
 
     def _check_ends(self) -> None:
         missing = [id for id in self.clients if id not in self.ends]
