@@ -323,7 +323,7 @@ class Planner:
     def state(self) -> tuple[object, ...]:
         """A hashable value that two equal planners of equal replicas share. Clocks and measured times are left out."""
         return (
-            tuple((w.request.id, w.passed) for w in self.queue.all()),
+            tuple((w.request.id, w.passed, w.awaits) for w in self.queue.all()),
             tuple(self.gone.items()),
             tuple(sorted(self.order, key=lambda slot: self.order[slot])),
             tuple(self.preempted),
