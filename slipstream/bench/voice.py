@@ -229,7 +229,7 @@ def barge_in(voice: Voice) -> float | None:
         say(pcm + bytes(RATE * 2))
         until("response.output_audio_transcript.delta")
         start = time.monotonic()
-        say(pcm[: RATE // 2])
+        say(pcm[RATE // 2 : 3 * RATE])  # more than a second, past the voice's own first silence
         ended = until("response.done")
         took = (time.monotonic() - start) * 1000
     return took if ended["response"]["status"] == "cancelled" else None

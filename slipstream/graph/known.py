@@ -13,7 +13,7 @@ KNOWN: dict[str, dict[str, Any]] = {
             "speak": {"components": ["speech"]},
         },
         "settings": {
-            "encoder": {"weights": "whisper-tiny.en"},
+            "encoder": {"weights": "whisper-tiny.en", "margin": 4.0},
             "decoder": {"weights": "whisper-tiny.en"},
             "llm": {"weights": "smollm2-135m", "dtype": "float32"},  # so small a model flips near-ties in bfloat16
         },

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from slipstream.graph.work import Result, Row
 
 MAX_SENTENCE = 240  # characters; longer ones are cut at a clause, else at a space, else hard
+MIN_CLAUSE = 30  # characters of a first sentence's first clause, for it to be spoken by itself
 _END = re.compile(r"""[.!?…]+["'”’)\]]*(?=\s)|[。！？]+["'”’」』)\]]*|\n+""")
 _CLAUSE = re.compile(r"[,;:—–]\s")
 _ABBREVIATIONS = frozenset(
@@ -74,19 +75,28 @@ def speakable(sentence: str) -> str:
     return text if any(c.isalnum() for c in text) else ""
 
 
+def first_clause(text: str) -> tuple[str | None, str]:
+    """A clause to begin speaking with, while the first sentence is still being written, and the rest."""
+    ends = [m.end() for m in _CLAUSE.finditer(text) if m.end() >= MIN_CLAUSE]
+    return (text[: ends[0]], text[ends[0] :]) if ends else (None, text)
+
+
 class SentenceStep:
-    """Text in pieces in, one sentence a step out."""
+    """Text in pieces in, one sentence a step out; a long first one begins with its first clause, so that speech begins soon."""
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
         return [self._row(row) for row in rows]
 
     def _row(self, row: Row) -> Result:
-        waiting, rest = row.branches[0] or ([], "")
+        waiting, rest, begun = row.branches[0] or ([], "", False)
         if "text" in row.inputs:
             rest += row.inputs["text"].data
         if not waiting:
             found, rest = split(rest, row.last)
             waiting = [s for s in map(speakable, found) if s]
+            if not waiting and not begun:
+                clause, rest = first_clause(rest)
+                waiting = [speakable(clause)] if clause else []
         sentence, waiting = (waiting[0], waiting[1:]) if waiting else (None, [])
         more = bool(waiting) or (row.last and bool(rest))
-        return Result({"sentence": sentence}, state=(waiting, rest), again=more)
+        return Result({"sentence": sentence}, state=(waiting, rest, begun or sentence is not None), again=more)

@@ -122,7 +122,7 @@ def _mlp(x: Tensor, layer: _Layer) -> Tensor:
 
 
 class Encoder:
-    """One window of log-mel [mels, 3000] to features [1500, width]."""
+    """One window of log-mel [mels, 3000] to features [1500, width], or the first `context` of them."""
 
     def __init__(self, reader: _Reader):
         self.conv = [reader.linear("encoder/conv1"), reader.linear("encoder/conv2")]
@@ -133,9 +133,12 @@ class Encoder:
         self.filters = torch.from_numpy(mel_filters(self.mels))
 
     @torch.inference_mode()
-    def forward(self, mel: Tensor) -> Tensor:
-        x = F.gelu(F.conv1d(mel[None], *self.conv[0], padding=1))
-        x = F.gelu(F.conv1d(x, *self.conv[1], stride=2, padding=1))[0].T + self.positions
+    def forward(self, mel: Tensor, context: int | None = None) -> Tensor:
+        """With less than 1500 of `context` the encoder does not see the rest of the window: faster, and not what it was trained
+        on, so leave some seconds of silence after the last sound."""
+        context = min(context or len(self.positions), len(self.positions))
+        x = F.gelu(F.conv1d(mel[None, :, : 2 * context], *self.conv[0], padding=1))
+        x = F.gelu(F.conv1d(x, *self.conv[1], stride=2, padding=1))[0].T + self.positions[:context]
         for layer in self.layers:
             a = layer.attention
             q, k, v = (_heads(part, a.heads)[None] for part in F.linear(_norm(x, a.norm), *a.q).chunk(3, dim=1))

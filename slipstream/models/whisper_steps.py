@@ -1,5 +1,6 @@
 """Whisper as two components: the encoder, one window a step, and the decoder, autoregressive over rows of many requests."""
 
+import math
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,12 +36,15 @@ def silent(audio: np.ndarray) -> bool:
 
 
 class EncoderStep:
-    """audio float32 [n] at 16 kHz, whole -> per window: features [1, 1500, width] and its span [1, 2] in seconds.
+    """audio float32 [n] at 16 kHz, whole -> per window: features [1, up to 1500, width] and its span [1, 2] in seconds.
 
-    Silent windows are passed over.
+    Silent windows are passed over. `margin`: seconds of silence after a short window's end that the encoder still sees; None:
+    it always sees 30 s. (Over the 50 sentences of `slipstream bench voice`, 2 and 4 s heard the same words as 30 s at a fifth
+    of the time; with 1 s the decoder repeats itself.)
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, margin: float | None = None):
+        self.margin = margin
         self.encoder = Whisper.load(folder).encoder
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
@@ -55,7 +59,8 @@ class EncoderStep:
         if not left:
             return Result()
         start, stop = left[0]
-        features = self.encoder.forward(log_mel(audio[start:stop], self.encoder.filters))
+        context = None if self.margin is None else math.ceil(50 * ((stop - start) / RATE + self.margin))
+        features = self.encoder.forward(log_mel(audio[start:stop], self.encoder.filters), context)
         span = np.array([[start / RATE, stop / RATE]])
         return Result({"features": features.numpy()[None], "spans": span}, state=(audio, left[1:]), again=len(left) > 1)
 

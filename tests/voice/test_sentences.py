@@ -1,8 +1,11 @@
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.models.sentences import MAX_SENTENCE, speakable, split
+from slipstream.graph.chunks import Chunk
+from slipstream.models.sentences import MAX_SENTENCE, SentenceStep, speakable, split
 
 CASES = [
     ("Hello there. How are you? Fine!", ["Hello there.", "How are you?", "Fine!"]),
@@ -50,3 +53,31 @@ def test_long_sentences_are_cut_at_clauses_then_at_spaces_then_hard():
 def test_marks_of_formatting_are_not_spoken():
     assert speakable("**Paris** is the `capital`. ") == "Paris is the capital."
     assert speakable(" --- \n") == "" and speakable("...") == ""
+
+
+def speak(pieces, marked):
+    """What the step says of a stream of pieces, one list a piece."""
+    step, state, out = SentenceStep(), None, []
+    rows = [({"text": Chunk(p, 0, False)}, marked and i == len(pieces) - 1) for i, p in enumerate(pieces)]
+    for inputs, last in rows if marked else [*rows, ({}, True)]:
+        said, again = [], True
+        while again:
+            (result,) = step([SimpleNamespace(inputs=inputs, branches=[state], last=last)])
+            state, again, inputs = result.state, result.again, {}
+            said += [result.outputs["sentence"]] if result.outputs["sentence"] else []
+        out.append(said)
+    return out
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_speech_begins_with_a_clause_and_goes_on_in_sentences(marked):
+    text = "Paris, the capital of the country called France, is a large city, and old, too. It lies on a river, the Seine."
+    said = speak([text[i : i + 7] for i in range(0, len(text), 7)], marked)
+    assert [s for turn in said for s in turn] == [
+        "Paris, the capital of the country called France,",
+        "is a large city, and old, too.",
+        "It lies on a river, the Seine.",
+    ]
+    assert said.index(["Paris, the capital of the country called France,"]) == 48 // 7, "as soon as the clause is complete"
+    assert speak(["One. Two! Three?"], marked)[0][0] == "One."
+    assert speak([], False) == [[]]

@@ -48,6 +48,12 @@ def test_rows_that_decode_together_hear_what_they_hear_alone(steps, question):
     assert plain == alone and len(no_times) == 1
 
 
+def test_a_short_window_is_heard_as_a_whole_one(steps, question, whisper_folder):
+    short = {**steps, "encoder": EncoderStep(str(whisper_folder), margin=4.0)}
+    ((text, segments),) = hear(short, question)
+    assert words(text) == words("What is the capital of France?") and segments[0]["end"] <= 2.16
+
+
 def test_silence_is_no_speech_and_unknown_languages_are_refused(steps, question):
     assert hear(steps, np.zeros(RATE, np.float32)) == [("", [])]
     (failed,) = hear(steps, question, language="de")
