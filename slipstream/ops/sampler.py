@@ -96,7 +96,8 @@ class Sampler:
                 logits[i].div_(s.temperature).add_(gumbel(bits))
         best = self.greedy(logits)
         out.tokens[index] = best.tokens
-        out.errors.update((index[i], why) for i, why in best.errors.items())
+        for i, why in best.errors.items():
+            out.errors[index[i]] = nothing_allowed(rows[index[i]]) if why == NO_TOKEN else why
 
     def greedy(self, scores: Tensor) -> Sampled:
         """The best id of each row of scores float32 [n, this rank's part], over all ranks; the lowest of equals."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
@@ -13,9 +14,11 @@ from slipstream.serve.errors import Failed, Failure, to_bad_request
 
 MAX_BYTES = 32 << 20
 READ_SECONDS = 60.0
+INLINE_BYTES = 1 << 16  # larger bodies are decoded on a thread: many at once would keep the streams waiting
 
 T = TypeVar("T")
 _decoders: dict[type, msgspec.json.Decoder] = {}
+_thread = ThreadPoolExecutor(1, "bodies")
 
 
 async def read(request: Request, schema: type[T]) -> T:
@@ -28,7 +31,9 @@ async def read(request: Request, schema: type[T]) -> T:
             raw = await _read_bytes(request)
     except TimeoutError:
         raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
-    return decode(raw, schema)
+    if len(raw) <= INLINE_BYTES:
+        return decode(raw, schema)
+    return await asyncio.get_running_loop().run_in_executor(_thread, decode, raw, schema)
 
 
 async def _read_bytes(request: Request) -> bytes:
