@@ -49,9 +49,10 @@ def build(front: Front) -> ASGIApp:
         routes.append(Route("/debug/ranks", debug.ranks, methods=["GET"]))
         routes.append(Route("/debug/timeline", debug.timeline, methods=["GET"]))
     if front.composite:
-        from slipstream.serve.audio_routes import routes as audio_routes
+        from slipstream.serve import audio_routes
 
-        routes = [*audio_routes(), *routes]
+        routes = [*audio_routes.routes(), *routes]
+        spec = openapi.document(enable_debug, audio_routes.documented())
     handlers = {
         HTTPException: _on_http,
         SlipstreamError: _on_error,

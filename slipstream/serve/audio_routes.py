@@ -5,10 +5,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from slipstream.graph.conductor import RequestFailed
-from slipstream.serve.audio import failure_of, speech, transcriptions, translations
-from slipstream.serve.audio_chat import chat
+from slipstream.serve.audio import SpeechBody, failure_of, speech, transcriptions, translations
+from slipstream.serve.audio_chat import VoiceChatBody, chat
 from slipstream.serve.errors import Failed
 from slipstream.serve.realtime import realtime
+
+
+def documented() -> dict[str, tuple[type, str]]:
+    """The JSON bodies among them, for the OpenAPI document."""
+    return {"/v1/chat/completions": (VoiceChatBody, "Answer a conversation"), "/v1/audio/speech": (SpeechBody, "Speak a text")}
 
 
 def routes() -> list[BaseRoute]:

@@ -16,7 +16,7 @@ from slipstream.serve.errors import Failure
 log = logging.getLogger("slipstream.http")
 
 OPEN_PATHS = frozenset(
-    {"/health", "/ready", "/static/page.js", "/static/page.css"}
+    {"/health", "/ready", "/static/page.js", "/static/voice.js", "/static/page.css"}
 )  # the page's files say nothing; the page asks for the key
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/debug/timeline"})  # asked for all the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})

@@ -19,7 +19,7 @@ _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_STATIC = {"page.js": "text/javascript", "page.css": "text/css"}
+_STATIC = {"page.js": "text/javascript", "voice.js": "text/javascript", "page.css": "text/css"}
 
 
 def as_json(value, status: int = 200, **headers: str) -> Response:

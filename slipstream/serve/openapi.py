@@ -1,5 +1,7 @@
 """The OpenAPI document, made from the same structs that decode the bodies."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -45,13 +47,15 @@ _ERROR = {
 }
 
 
-def document(debug: bool) -> dict[str, Any]:
+def document(debug: bool, more: Mapping[str, tuple[type, str]] = MappingProxyType({})) -> dict[str, Any]:
+    """`more`: POST routes that this server has besides."""
+    posts = POSTS | dict(more)
     schemas, components = msgspec.json.schema_components(
-        [schema for schema, _ in POSTS.values()], ref_template="#/components/schemas/{name}"
+        [schema for schema, _ in posts.values()], ref_template="#/components/schemas/{name}"
     )
     error = {"description": "An error", "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     paths: dict[str, Any] = {}
-    for (path, (_, summary)), schema in zip(POSTS.items(), schemas, strict=True):
+    for (path, (_, summary)), schema in zip(posts.items(), schemas, strict=True):
         body = {"required": True, "content": {"application/json": {"schema": schema}}}
         responses = {"200": {"description": "OK"}, "4XX": error, "5XX": error}
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
