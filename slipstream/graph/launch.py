@@ -34,6 +34,8 @@ class FrontGraph(msgspec.Struct, frozen=True):
 def run(engine: EngineConfig, server: ServerConfig) -> int:
     """`slipstream serve` of a placement; returns the exit code."""
     placement, model = load(engine.model)
+    if server.api_server_count != 1:
+        raise ConfigError("--api-server-count: a composite model has one front end, which holds its conductor")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{placement.name} needs the package {missing[0]}: pip install 'slipstream[voice]'")
