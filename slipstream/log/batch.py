@@ -54,13 +54,16 @@ class Batch:
         return int(self.counts.sum())
 
 
+PromptRows = tuple[int, list[TokenLogprobs]]  # position of the first row, rows
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What one step returned; the same bytes on every rank of the group, but for `seconds`."""
 
     seq: int
     tokens: np.ndarray  # int32 [number of sampling rows], in row order; -1 marks a dead end (see `errors`)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into `tokens`
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)  # slot -> (start, rows)
-    errors: dict[int, str] = field(default_factory=dict)  # by index into `tokens`
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # by index into `tokens`
+    prompt_logprobs: dict[int, PromptRows] = field(default_factory=dict[int, PromptRows])  # by slot
+    errors: dict[int, str] = field(default_factory=dict[int, str])  # by index into `tokens`
     seconds: float = 0.0  # how long the step had this rank's device, for the leader's budget alone; 0: not measured

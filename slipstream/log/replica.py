@@ -24,6 +24,7 @@ from slipstream.log.pages import Pages, page_keys
 from slipstream.log.request import Request
 
 I32 = np.dtype("<i4")
+_COPIED = {np.ndarray, list, dict, deque, Pages}  # types of fields that a replica's copy must not share
 NO_PAGES = np.zeros((0, 3), I32)
 
 FREE, RUNNING, PREEMPTED, ENDED = 0, 1, 2, 3  # states of a slot
@@ -449,9 +450,7 @@ class Replica:
     def copy(self) -> "Replica":
         other = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
-            if isinstance(value, np.ndarray | list | dict | deque | Pages):
-                value = value.copy()
-            other.__dict__[name] = value
+            other.__dict__[name] = value.copy() if type(value) in _COPIED else value
         other.keys = {slot: keys.copy() for slot, keys in self.keys.items()}
         other.matchers = {slot: matcher.copy() for slot, matcher in self.matchers.items()}
         return other

@@ -151,24 +151,23 @@ class Driver:
 
     def perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            kind = type(effect)
-            if kind is Span:
+            if isinstance(effect, Span):
                 self.span(effect)
-            elif kind is Launch:
+            elif isinstance(effect, Launch):
                 self.launch(effect.batch.seq)
                 self.executor.launch(effect.batch)
-            elif kind is Seat:
+            elif isinstance(effect, Seat):
                 self.executor.admit(effect.slot, effect.request)
-            elif kind is Offload:
+            elif isinstance(effect, Offload):
                 self.executor.offload(effect.pages, effect.host)
-            elif kind is Restore:
+            elif isinstance(effect, Restore):
                 self.executor.restore(effect.host, effect.pages)
-            elif kind is Prepare:
+            elif isinstance(effect, Prepare):
                 self.compiler.compile(effect.id, effect.grammar)
-            elif kind is LaunchForward:
+            elif isinstance(effect, LaunchForward):
                 self.launch(effect.batch.seq)
                 self.executor.launch_forward(effect.batch)
-            elif kind is LaunchSample:
+            elif isinstance(effect, LaunchSample):
                 self.executor.launch_sample(effect.seq, effect.masks, effect.discarded)
             else:
                 self.talk(effect)

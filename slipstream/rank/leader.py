@@ -69,7 +69,7 @@ class Leader(Rank):
         self.flying: deque[Flying] = deque()
         self.lead = LEAD_SECONDS
         self.arrived_at = 0.0
-        self.steps = Counter(dict.fromkeys(ORDERS, 0))
+        self.steps: Counter[str] = Counter(dict.fromkeys(ORDERS, 0))
         self.step_tokens: list[int] = []  # tokens of each step since the reader last took them
 
     @property

@@ -27,7 +27,7 @@ class LeaderDriver(Driver):
         self.owner: dict[int, FrontLink] = {}  # request id -> who asked
         self.wake_at: float | None = None
         self.message_bytes = 0  # of the last entry
-        self.seconds = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
         self._load: Load | None = None
         self._load_at = 0.0
         self._due: tuple[int, int] | None = None  # (rank, entry) of the answer that is waited for
@@ -134,16 +134,15 @@ class LeaderDriver(Driver):
         self.seconds[phase] += nanoseconds * 1e-9
 
     def talk(self, effect: Effect) -> None:
-        kind = type(effect)
-        if kind is Tell:
+        if isinstance(effect, Tell):
             self.tell(effect.message)
-        elif kind is Send:
+        elif isinstance(effect, Send):
             self.message_bytes = self.channel.send(effect.message)
-        elif kind is Answer:
+        elif isinstance(effect, Answer):
             self.applied(effect)
-        elif kind is Wake:
+        elif isinstance(effect, Wake):
             self.wake_at = effect.at
-        elif kind is Poison:
+        elif isinstance(effect, Poison):
             raise Diverged(effect.reason, effect.rank, effect.entry)
 
     def tell(self, message: ToFront) -> None:

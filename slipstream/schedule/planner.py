@@ -25,10 +25,10 @@ PREFILLING = 8  # prompts that are cut at the same time, beyond what one step ta
 class Plan:
     """What an entry will hold, already applied to the leader's replica but for the step."""
 
-    commands: list[Command] = field(default_factory=list)
-    admitted: list[Request] = field(default_factory=list)  # for the first time
-    started: list[tuple[int, int]] = field(default_factory=list)  # (request id, cached tokens)
-    dropped: list[Ended] = field(default_factory=list)  # one per Drop, in order
+    commands: list[Command] = field(default_factory=list[Command])
+    admitted: list[Request] = field(default_factory=list[Request])  # for the first time
+    started: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (request id, cached tokens)
+    dropped: list[Ended] = field(default_factory=list[Ended])  # one per Drop, in order
     step: Step | None = None
 
 

@@ -29,8 +29,8 @@ class Queue:
     """A priority queue with removal by id. All operations are O(log n)."""
 
     limit: int
-    _heap: list[tuple[tuple[float, int], int]] = field(default_factory=lambda: [])
-    _by_id: dict[int, Waiting] = field(default_factory=dict)
+    _heap: list[tuple[tuple[float, int], int]] = field(default_factory=list[tuple[tuple[float, int], int]])
+    _by_id: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
     _ticket: "itertools.count[int]" = field(default_factory=lambda: itertools.count())
 
     def __len__(self) -> int:
