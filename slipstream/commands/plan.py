@@ -47,7 +47,7 @@ def report(placement, model) -> list[str]:
         weights = sum(weight_bytes(placement.settings.get(c, {}).get("weights")) for c in group.components)
         size = f"{weights / 1e6:.0f} MB" if weights else "-"
         parts = ", ".join(f"{c} ({model.by_name[c].role.replace('_', ' ')})" for c in group.components)
-        lines.append(f"{name:8} {group.device:6} {group.tensor_parallel_size:>5} {group.threads:>7} {size:>9}  {parts}")
+        lines.append(f"{name:8} {group.device:6} {group.tensor_parallel_size:>5} {group.threads or '-':>7} {size:>9}  {parts}")
     functions = ", ".join(c.name for c in model.components if c.role == "function")
     lines.append(f"{'front':8} {'-':6} {'-':>5} {'-':>7} {'-':>9}  {functions} (functions beside the front end)")
     workers = 1 + sum(all(model.by_name[c].role != "language_model" for c in g.components) for g in placement.groups.values())

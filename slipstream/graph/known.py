@@ -9,7 +9,7 @@ KNOWN: dict[str, dict[str, Any]] = {
         "groups": {
             "hear": {"components": ["encoder"]},
             "write": {"components": ["decoder"]},
-            "think": {"components": ["llm"]},
+            "think": {"components": ["llm"], "threads": 1},  # two would wait for each other whenever another part runs
             "speak": {"components": ["speech"]},
         },
         "settings": {

@@ -5,6 +5,7 @@ Runs in the supervisor's process: no PyTorch, no HTTP.
 
 import dataclasses
 import importlib.util
+import os
 from typing import Any
 
 import msgspec
@@ -53,6 +54,8 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
         engine = dataclasses.replace(engine, tensor_parallel_size=place.tensor_parallel_size)
     if place.device != "cpu":
         engine = dataclasses.replace(engine, device=place.device)
+    if place.threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(place.threads))  # the ranks inherit it; workers set their own
     server = dataclasses.replace(server, served_model_name=server.served_model_name or placement.name)
     path = str(resolve_model(engine.model))
     others = worker_groups(placement, model, settings, engine)
@@ -75,7 +78,7 @@ def worker_groups(placement: Placement, model: Model, settings: dict[str, dict[s
     specs = []
     for i, place in enumerate(places, 1):
         own = {c: settings.get(c, {}) for c in place.components}
-        spec = WorkerSpec(placement.model, place.components, own, i, peers, place.threads)
+        spec = WorkerSpec(placement.model, place.components, own, i, peers, place.threads or 1)
         role = msgspec.json.encode(spec).decode()
         specs.append(Spec(i, engine, "", 1, 0, "slipstream.graph.worker", role, (arena,)))
     assert FRONT not in workers

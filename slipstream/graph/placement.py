@@ -33,7 +33,7 @@ class GroupPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     components: tuple[str, ...]
     device: str = "cpu"
     tensor_parallel_size: int = 1
-    threads: int = 1  # of a worker's arithmetic; a language model's ranks choose their own
+    threads: int | None = None  # of each process's arithmetic (default: 1, and a language model's ranks choose their own)
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,5 +129,5 @@ def _check_group(p: Placement, model: Model, name: str, group: GroupPlace) -> No
         raise ConfigError(f"group {name}: tensor_parallel_size: only a language model can be split over ranks")
     if not served and group.device != "cpu":
         raise ConfigError(f"group {name}: device {group.device!r}: components without a log run on cpu")
-    if group.tensor_parallel_size < 1 or group.threads < 1:
+    if group.tensor_parallel_size < 1 or (group.threads is not None and group.threads < 1):
         raise ConfigError(f"group {name}: tensor_parallel_size and threads must be at least 1")
