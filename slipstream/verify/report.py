@@ -1,5 +1,6 @@
 """`slipstream verify`: explores every protocol and prints the table, and the shortest interleaving of those that fail."""
 
+import sys
 import time
 from typing import NamedTuple
 
@@ -53,11 +54,14 @@ def check(reduced: bool, only: str | None) -> int:
     if not chosen:
         raise ConfigError(f"--protocol: unknown {only!r}; one of: {', '.join(repr(p.name) for p in PROTOCOLS)}")
     sizes = (2, 3) if reduced else (2, 3, 4)
-    which = cases(reduced)
-    rows = [explore_all(p, size, which) for p in chosen for size in sizes]
+    rows: list[Row] = []
+    for p in chosen:
+        for size in sizes:
+            print(f"exploring {p.name} with {size} ranks", file=sys.stderr, flush=True)
+            rows.append(explore_all(p, size, cases(reduced or size > 2)))
     console = Console()
     console.print(table_of(rows))
-    requests = max(len(c.requests) for c in which)
+    requests = max(len(c.requests) for c in cases(reduced))
     entries = max(r.entries for r in rows)
     merged = "more: followers that differ only in name are one, and their own steps are merged"
     console.print(f"Bounds: {requests} requests and {entries} entries at most. Two ranks: every interleaving; {merged}.")
