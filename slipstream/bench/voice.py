@@ -161,13 +161,15 @@ def measure(voice: Voice, args: argparse.Namespace) -> dict[str, Any]:
             turns.append(voice.converse(sounds[i], args.max_tokens))
             bar(i + 1)
     figures |= _answers(turns)
+    story = voice.converse(voice.speak("Please tell me a long story about a river and a boat."), 160)
+    figures |= {"story_audio_s": story.seconds, "real_time_factor": story.real_time_factor, "ran_dry_s": story.dry}
     spoken = [(t.text, voice.hear(t.wav())) for t in turns if t.seconds]
     figures["word_error_rate_answers"] = error_rate(spoken)
     together = _together(voice, sounds[: args.at_once], args.max_tokens)
     alone = {i: t.text for i, t in enumerate(turns)}
     figures["at_once"] = len(together)
     figures["at_once_first_audio_p50_s"] = statistics.median(t.first_audio or 0.0 for t in together)
-    everything = [*turns, *together]
+    everything = [*turns, story, *together]
     figures["wrong"] = sum(t.text != alone.get(i, t.text) for i, t in enumerate(together))
     figures["errors"] = sum(t.error is not None or not t.done or not t.seconds for t in everything)
     figures["barge_in_ms"] = barge_in(voice)
@@ -181,8 +183,6 @@ def _answers(turns: list[Turn]) -> dict[str, Any]:
         "first_audio_p50_s": statistics.median(first),
         "first_audio_worst_s": first[-1],
         "audio_s": statistics.mean(t.seconds for t in turns),
-        "real_time_factor": statistics.mean(t.real_time_factor for t in turns),
-        "ran_dry_s": sum(t.dry for t in turns),
     }
 
 
