@@ -100,6 +100,10 @@ class ServerConfig:
     )
     enable_debug: bool = option(False, "serve /debug/ranks and /debug/timeline")
     log_level: str = option("info", "verbosity", choices=("debug", "info", "warning", "error"))
+    log_format: str = option("text", "log lines for people, or JSON objects for programs", choices=("text", "json"))
+    otlp_traces_endpoint: str | None = option(
+        None, "send a trace of each request to this OpenTelemetry collector (OTLP over HTTP)", metavar="URL"
+    )
 
 
 def served_name(engine: EngineConfig, server: ServerConfig) -> str:

@@ -4,6 +4,7 @@ This process imports neither PyTorch nor the HTTP stack.
 """
 
 import argparse
+import importlib.util
 import ipaddress
 import os
 import sys
@@ -40,6 +41,11 @@ def _check(engine: config.EngineConfig, server: config.ServerConfig) -> None:
     """What concerns two fields at once."""
     if server.uds is not None and len(os.fsencode(server.uds)) > 107:
         raise ConfigError(f"--uds: the path has {len(os.fsencode(server.uds))} bytes; a Unix socket's may have 107")
+    if server.otlp_traces_endpoint:
+        if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.sdk") is None:
+            raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'slipstream[otel]'")
+        if not server.otlp_traces_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-traces-endpoint {server.otlp_traces_endpoint}: expected http://HOST:PORT/v1/traces")
     if engine.chat_template and "{" not in engine.chat_template and not os.path.exists(engine.chat_template):
         raise ConfigError(f"--chat-template: {engine.chat_template} is neither a file nor a template")
 

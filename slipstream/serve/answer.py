@@ -4,7 +4,9 @@ An Answer is the engine's sink for its request. It ends once: by the engine, or 
 the engine how many tokens it kept.
 """
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from slipstream.log.request import Request, TokenLogprobs
@@ -27,6 +29,16 @@ class Piece(NamedTuple):
     logprobs: list[TokenLogprobs | None]
     offsets: list[int]  # where each token begins in the text, the echoed prompt included
     parts: list[Part] = []  # where the plan has a reading: what the text says, in `text`'s place
+
+
+@dataclass
+class Times:
+    """When things happened to a choice, in time.monotonic() seconds; 0 for not yet."""
+
+    born: float  # the request came
+    begun: float = 0.0  # the engine admitted it
+    first: float = 0.0  # its first token came
+    last: float = 0.0  # its latest token came
 
 
 class Answer:
@@ -73,8 +85,7 @@ class Answer:
         self._offsets: list[int] = []
         self._length = len(prompt.text) if plan.echo else 0  # characters so far, those held back and cut included
         self._taken = 0  # tokens taken
-        self._born = now
-        self._last = 0.0  # when the last token came
+        self.times = Times(now)
 
     @property
     def ended(self) -> bool:
@@ -86,6 +97,7 @@ class Answer:
         if not self.admitted:
             self.admitted = True
             self.cached_tokens = cached_tokens
+            self.times.begun = time.monotonic()
             self._metrics.prompt(len(self.prompt.ids))
 
     def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None:
@@ -94,13 +106,14 @@ class Answer:
         self.prompt_rows[start : start + len(rows)] = rows
 
     def token(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
-        metrics = self._metrics
+        metrics, times = self._metrics, self.times
         metrics.token()
-        if self._last:
-            metrics.inter_token.observe(now - self._last)
+        if times.last:
+            metrics.inter_token.observe(now - times.last)
         else:
-            metrics.time_to_first.observe(now - self._born)
-        self._last = now
+            times.first = now
+            metrics.time_to_first.observe(now - times.born)
+        times.last = now
         plan = self.plan
         if plan.discard:
             return
@@ -184,7 +197,7 @@ class Answer:
         called = self._reader is not None and self._reader.called
         self.finish_reason = "tool_calls" if called and reason == "stop" else reason
         self.stop_reason = stop_reason
-        self._metrics.ended(reason, self._last - self._born if self._last else 0.0)
+        self._metrics.ended(reason, self.times.last - self.times.born if self.times.last else 0.0)
         self._notify(self)
 
     def fail(self, failure: Failure) -> None:

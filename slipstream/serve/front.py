@@ -17,6 +17,7 @@ from slipstream.serve.metrics import Metrics
 from slipstream.serve.progress import Progress
 from slipstream.serve.shelf import Shelf
 from slipstream.serve.tally import Tally
+from slipstream.serve.telemetry import open_telemetry
 from slipstream.weights.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Front:
         self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
         self.dialect = PLAIN
+        endpoint = self.server_config.otlp_traces_endpoint
+        self.telemetry = open_telemetry(self.model, endpoint) if endpoint else None
         self.open: dict[Generation, object] = {}  # generations being answered, and how to cut their connections
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:

@@ -91,6 +91,9 @@ async def answer(
     ]
     form = shape(id, int(time.time()), front.model, plan, front.names, answers)
     front.open[generation] = http.scope.get("slipstream.cut")
+    if (telemetry := front.telemetry) is not None:
+        parent = telemetry.parent(http.headers)
+        generation.on_close = lambda ended: telemetry.record(ended, id, parent)
     streaming = False
     try:
         generation.start(answers, http.receive)

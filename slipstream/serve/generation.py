@@ -15,6 +15,7 @@ class Generation:
     def __init__(self, engine: Engine):
         self.answers: list[Answer] = []
         self.gone = False  # the client went away
+        self.on_close: Callable[[list[Answer]], None] | None = None  # called once, when all have ended
         self.blocked_since = 0.0  # when a write began that has not ended, 0 for none
         self._engine = engine
         self._ended: set[int] = set()
@@ -101,5 +102,8 @@ class Generation:
     def close(self) -> None:
         for answer in self.answers:
             answer.abort()
+        if self.on_close is not None:
+            self.on_close(self.answers)
+            self.on_close = None
         if self._watch is not None:
             self._watch.cancel()

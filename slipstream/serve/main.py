@@ -26,6 +26,7 @@ from slipstream.serve.control import Control
 from slipstream.serve.errors import Failure
 from slipstream.serve.front import Front
 from slipstream.serve.http import Connection
+from slipstream.serve.logs import set_up
 from slipstream.serve.shelf import Shelf
 from slipstream.serve.tally import Tally
 from slipstream.weights.tokenizer import load_tokenizer
@@ -85,9 +86,7 @@ class Process:
         self.hello = hello
         engine_config = config.from_json(config.EngineConfig, hello.engine)
         server_config = config.from_json(config.ServerConfig, hello.server)
-        logging.basicConfig(level=server_config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its faults are logged by the application
-        logging.getLogger("asyncio").setLevel(logging.WARNING)
+        set_up(server_config.log_level, server_config.log_format)
         self.listener = socket.socket(fileno=listen_fd)
         tally, shelf = Tally(), Shelf()
         if hello.fronts > 1:
@@ -149,6 +148,8 @@ class Process:
         end = time.monotonic() + FLUSH_SECONDS
         while front.open and time.monotonic() < end:
             await asyncio.sleep(0.02)
+        if front.telemetry is not None:
+            await asyncio.to_thread(front.telemetry.flush)
         self.server.should_exit = True
 
 

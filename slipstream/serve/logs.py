@@ -1,0 +1,31 @@
+"""The front end's log lines: for people, or one JSON object each for programs. Prompts and answers are in neither."""
+
+import json
+import logging
+import time
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time": ISO 8601 UTC, "level", "logger", "message"}`, and `"exception"` where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{at}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up(level: str, form: str) -> None:
+    """Lines of `level` and above to standard error, as "text" or "json"."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its faults are logged by the application
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
