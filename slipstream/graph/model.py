@@ -27,7 +27,7 @@ class Component:
     """One module with a step function over rows of requests.
 
     `step` is "package.module:callable"; called once in the group's process with the component's settings, it returns the step
-    function (see `graph/work.py`). A "language_model" has no step: its group is served by the log. A "function" runs beside the
+    function (see `graph/rows.py`). A "language_model" has no step: its group is served by the log. A "function" runs beside the
     front end and must be quick. One that `closes` is stepped once more, without input, where its inputs end after its last
     step. `step_ms` is the time of its longest step that cannot be split, on the machine it is meant for.
     """

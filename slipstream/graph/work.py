@@ -6,8 +6,7 @@ away, so nothing late is fed back, sent, or counted.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,73 +14,11 @@ import numpy as np
 from slipstream.errors import BadRequest
 from slipstream.graph.chunks import Chunk, Cutter, join
 from slipstream.graph.messages import Abort, Done, Failed, Feed, FromGroup, Open, Piece, Stop, ToGroup, Took
-from slipstream.graph.model import Component, Edge, Fork, Loop, Model, Stream, policy_of
-from slipstream.graph.plan import Plan, make_plan
+from slipstream.graph.model import Component, Edge, Loop, Model, Stream, policy_of
+from slipstream.graph.plan import make_plan
+from slipstream.graph.rows import Job, Request, Result, Row, StepFunction
 
 MAX_GATHERED = 64 << 20  # bytes (or characters) that an Edge gathers of one request
-
-
-@dataclass(eq=False)
-class Row:
-    """One request's part of a step. `branches[0]` is its state, None before the first step; a forked row has one per branch."""
-
-    id: int
-    walk: str
-    params: dict[str, Any]
-    inputs: dict[str, Chunk]
-    branches: list[Any]
-    last: bool  # every input has ended, and this is the last of each
-    job: "Job" = field(repr=False)
-
-
-@dataclass(eq=False)
-class Result:
-    """What a step made of a row. `outputs`: values by port, absent or None where there is none. `again`: step this row again
-    without new input. `done`: the row has ended. `error`: the request ends with this message; `refused`: its content is at
-    fault."""
-
-    outputs: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
-    branches: list[Any] | None = None  # the states of a forked row; `state` is not read then
-    again: bool = False
-    done: bool = False
-    error: str | None = None
-    refused: bool = False
-
-
-StepFunction = Callable[[Sequence[Row]], Sequence[Result]]
-
-
-@dataclass(eq=False)
-class Job:
-    """One component's part of one request."""
-
-    request: "Request"
-    component: Component
-    cutters: dict[str, Cutter]
-    looped: frozenset[str]  # inputs that a loop alone feeds: not needed for the first step
-    routes: dict[str, tuple[int, ...]]  # output -> links
-    fork: Fork | None
-    branches: list[Any] = field(default_factory=lambda: [None])
-    steps: int = 0
-    again: bool = False
-    busy: bool = False  # a row of it is between take and settle
-    queued: bool = False
-    closed: bool = False  # a step has seen the end of every input
-    ended: bool = False
-
-
-@dataclass(eq=False)
-class Request:
-    id: int
-    plan: Plan
-    params: dict[str, Any]
-    jobs: dict[str, Job]
-    credit: dict[int, int]  # by link: pieces of a stream that may still be sent
-    gathered: dict[int, list[Any]] = field(default_factory=dict)  # by link: pieces of an Edge
-    sizes: dict[int, int] = field(default_factory=dict)
-    turns: dict[int, int] = field(default_factory=dict)  # by link: pieces that a loop has fed
-    closed: set[int] = field(default_factory=set)  # loops that have ended
 
 
 class Work:

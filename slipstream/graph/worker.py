@@ -24,7 +24,8 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.graph.messages import INLINE, Done, Failed, Feed, Forget, Frames, Piece, Stored, ToGroup, encode, with_value
 from slipstream.graph.model import Model
 from slipstream.graph.placement import resolve
-from slipstream.graph.work import Row, Work
+from slipstream.graph.rows import Row
+from slipstream.graph.work import Work
 from slipstream.rank.board import STATES, Board, BoardWriter
 from slipstream.rank.control import Control, die_with_parent
 from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup, ToRank

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from slipstream.graph.work import Result, Row
+from slipstream.graph.rows import Result, Row
 
 MAX_SENTENCE = 240  # characters; longer ones are cut at a clause, else at a space, else hard
 MIN_CLAUSE = 30  # characters of a first sentence's first clause, for it to be spoken by itself

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipstream.errors import ModelError
-from slipstream.graph.work import Result, Row
+from slipstream.graph.rows import Result, Row
 
 RATE = 24_000
 VOICES = ("heart",)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from slipstream.graph.chunks import Fixed
 from slipstream.graph.model import Component, Edge, Model, Port, Stream, Walk
-from slipstream.graph.work import Result, Row
+from slipstream.graph.rows import Result, Row
 from slipstream.models.sentences import SentenceStep
 
 

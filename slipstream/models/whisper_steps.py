@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from slipstream.errors import BadRequest
-from slipstream.graph.work import Result, Row
+from slipstream.graph.rows import Result, Row
 from slipstream.models.whisper import RATE, WINDOW, Slot, Whisper, log_mel
 from slipstream.models.whisper_text import MAX_NEW, Ids, Window
 

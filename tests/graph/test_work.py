@@ -5,7 +5,8 @@ from slipstream.errors import BadRequest
 from slipstream.graph.chunks import Fixed
 from slipstream.graph.messages import Abort, Done, Failed, Feed, Open, Piece, Stop, Took
 from slipstream.graph.model import Edge, Fork, Loop, Model, Stream, Until, Walk, check
-from slipstream.graph.work import Result, Work
+from slipstream.graph.rows import Result
+from slipstream.graph.work import Work
 
 from .toys import Adder, Counter, Echo, component, drive
 

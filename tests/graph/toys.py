@@ -7,7 +7,8 @@ import numpy as np
 
 from slipstream.graph.chunks import Fixed
 from slipstream.graph.model import Component, Edge, Model, Port, Stream, Walk
-from slipstream.graph.work import Result, Work
+from slipstream.graph.rows import Result
+from slipstream.graph.work import Work
 
 
 def component(name, inputs, outputs, role="function", **kw):
