@@ -1,5 +1,6 @@
 """`slipstream serve voice` as a process, for the tests beside this file."""
 
+import os
 import pathlib
 import signal
 import socket
@@ -21,7 +22,8 @@ class VoiceServer:
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "slipstream.cli", "serve", "voice", "--port", str(self.port), *args]
         self.log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed with the server
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=subprocess.STDOUT)
+        env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # the placement chooses
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=self.log, stderr=subprocess.STDOUT)
         self.http = httpx.Client(base_url=self.url, timeout=120)
         self.wait()
 
