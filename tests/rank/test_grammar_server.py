@@ -48,7 +48,8 @@ def answers():
     """Answers by scheduling, all asked at once; and what each server counted and said to bad requests meanwhile."""
     out = {}
     for scheduling in ("serial", ASYNC):
-        flags = ("--load-format", "dummy", "--device", "cpu", "-tp", "2", "--scheduling", scheduling, "--max-num-seqs", "8")
+        flags = ("--load-format", "dummy", "--dtype", "float32", "-tp", "2", "--scheduling", scheduling, "--max-num-seqs", "8")
+        flags += ("--device", "cpu")
         with Server(*flags) as server, concurrent.futures.ThreadPoolExecutor(len(BODIES) + 1) as pool:
             bad = pool.submit(server.post, "/v1/completions", {"prompt": "x", "response_format": bound({"type": "nonsense"})})
             found = list(pool.map(lambda body: ask(server, body), BODIES))
