@@ -73,7 +73,7 @@ def test_a_rank_that_stands_still_for_a_moment_poisons_nothing():
 
 
 class CountsCachedPages(Planner):
-    """Counts pages of the prefix cache for a request that may not use them: what seed 61 found."""
+    """Counts pages of the prefix cache for a request that may not use them: found by the simulator."""
 
     def _fits(self, request, known, keys):
         return super()._fits(msgspec.structs.replace(request, sampling=Sampling()), known, keys)
@@ -92,7 +92,7 @@ def test_prompt_logprobs_need_all_their_pages():
 
 
 def test_requests_whose_grammar_is_compiled_count_as_waiting():
-    """Found by seed 1060."""
+    """Found by the simulator."""
     clients = tuple(Client(Request(i, bytes(8), 2, Sampling(temperature=0.0), grammar=bytes((2, 0))), 0.0) for i in range(12))
     run = Run(replace(draw(0), clients=clients, reserve=(), max_queue=6, faults=())).go()
     assert sum(end == "429" for end in run.ends.values()) == 6
