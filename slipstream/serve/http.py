@@ -6,13 +6,34 @@ The scope of a request carries `slipstream.cut`, which drops the connection at o
 import asyncio
 import socket
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slipstream.serve.errors import Failure
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
 HEADER_SECONDS = 30.0
+
+
+def _unframe(cycle: RequestResponseCycle) -> None:
+    """An HTTP/1.0 client knows no chunks: an answer without a length reaches it bare and ends with the connection.
+
+    uvicorn frames such an answer for every client (RFC 9112, section 6.1, forbids it) and has no setting for it. It closes
+    after each HTTP/1.0 answer; what is left is to take the framing away, and with it the check of a length nobody promised.
+    """
+    framed, bare = cycle.send, False
+
+    async def send(message) -> None:
+        nonlocal bare
+        if message["type"] == "http.response.start":
+            bare = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if bare:
+                cycle.chunked_encoding = False
+        elif bare:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await framed(message)
+
+    cycle.send = send  # the application starts in the loop's next turn and takes this one
 
 
 class Connection(HttpToolsProtocol):
@@ -104,8 +125,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._disarm()
         self._unfinished = 0
-        if not self._refused:
-            super().on_headers_complete()
+        if self._refused:
+            return
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not before and self.scope["http_version"] == "1.0":
+            _unframe(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:

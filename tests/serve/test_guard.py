@@ -95,6 +95,20 @@ def test_connections_are_kept_for_the_next_request(front):
         assert len(streams) == 1
 
 
+def test_an_http_1_0_client_gets_no_chunks(front):
+    front.script = Script([*b"abc", 256])
+    body = b'{"prompt": "x", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.X\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    old, new = (raw(front.port, head.replace(b"X", digit, 1) + body) for digit in (b"0", b"1"))
+    headers, _, events = old.partition(b"\r\n\r\n")
+    assert b" 200 " in headers and b"transfer-encoding" not in headers and b"connection: close" in headers
+    assert all(line.startswith(b"data: ") for line in events.split(b"\n\n")[:-1]) and events.endswith(b"data: [DONE]\n\n")
+    assert b"transfer-encoding: chunked" in new and new.endswith(b"0\r\n\r\n")
+    sized = raw(front.port, b"GET /version HTTP/1.0\r\nHost: localhost\r\n\r\n")
+    assert b"content-length: " in sized and sized.endswith(b"}")
+
+
 def test_prompts_and_answers_are_not_logged(front, caplog):
     caplog.set_level(logging.DEBUG)
     front.script = Script([*b"quiet answer", 256])
