@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from slipstream import config
+from slipstream.errors import ConfigError, ModelError
 from slipstream.rank.board import Board
 from slipstream.rank.protocol import Attach, Down, Drain
 from slipstream.serve.app import build
@@ -155,9 +156,14 @@ class Process:
 
 def _fatal(task: asyncio.Task) -> None:
     """A front end that cannot go on says why and ends; the supervisor decides what follows."""
-    if not task.cancelled() and task.exception() is not None:
-        log.critical("the front end cannot go on", exc_info=task.exception())
-        os._exit(1)
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        return
+    if isinstance(error, (ConfigError, ModelError)):  # the user's to mend, and the message says how
+        log.critical("the front end cannot go on: %s", error)
+    else:
+        log.critical("the front end cannot go on", exc_info=error)
+    os._exit(1)
 
 
 def main() -> None:

@@ -107,3 +107,12 @@ def test_ff09_it_ends_with_its_parent(parent):
     while parent.exited() is None:
         assert time.monotonic() < end, "the front end outlived its supervisor"
         time.sleep(0.01)
+
+
+def test_a_model_without_a_tokenizer_is_named_in_one_line(tmp_path, capfd):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 1000}')
+    with front_end(config.EngineConfig(model="bench", device="cpu"), config.ServerConfig(), str(tmp_path)) as (pid, _, _):
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    said = capfd.readouterr()
+    said = said.out + said.err
+    assert "holds no tokenizer; name one with --tokenizer" in said and "Traceback" not in said
