@@ -17,7 +17,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 PIP_FLAGS := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
-.PHONY: help install dev serve test matrix verify lint bench clean
+.PHONY: help install dev serve test matrix verify lint bench clean bench-host
 
 help:
 	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
@@ -27,6 +27,7 @@ help:
 	@echo "make install  make .venv and install Slipstream into it"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
+	@echo "make bench-host    what a step costs the host, without a GPU"
 	@echo "make clean    remove .venv and caches (fetched models stay)"
 
 $(VENV)/bin/python:
@@ -56,6 +57,9 @@ test: dev
 
 matrix: dev
 	$(VENV)/bin/python -m pytest tests/matrix -m "slow or not slow" $(ARGS)
+
+bench-host: install
+	$(VENV)/bin/python -m slipstream.bench.host $(ARGS)
 
 verify: install
 	$(VENV)/bin/slipstream verify $(ARGS)

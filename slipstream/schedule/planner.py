@@ -84,10 +84,6 @@ class Planner:
             plan.step = self._step(decoding, rows, depth)
         return plan
 
-    def due(self) -> bool:
-        """Whether a command waits that needs no step."""
-        return bool(self.gone) or any(self._droppable(e.slot) for e in self.replica.ended)
-
     def _droppable(self, slot: int) -> bool:
         return int(self.replica.last_row[slot]) <= self.replica.settled_to
 
