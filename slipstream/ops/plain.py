@@ -1,7 +1,7 @@
 """The operations in plain PyTorch: the CPU's own, and the reference that other devices' kernels are tested against.
 
-Linear layers are packed once for oneDNN where it has kernels for the type (twice as fast as `F.linear` at few rows); their
-residual sums and gates ride along as post-operations.
+Linear layers are packed once for oneDNN where it has kernels for the type (twice as fast as `F.linear` at few rows). The
+residual is float32 whatever the type of the weights.
 """
 
 import math
@@ -21,7 +21,6 @@ _NEAR = 2.0**-6  # of a row's best logit: two steps of bfloat16
 _MOST_NEAR = 64  # candidates a row on average; more are no close race
 _use_onednn = torch._C._set_mkldnn_enabled
 _linear = torch.ops.mkldnn._linear_pointwise.default
-_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class Linear(NamedTuple):
@@ -99,15 +98,16 @@ class PlainOps:
 
     def embed(self, table: Tensor, first: int, step: PagedStep) -> Tensor:
         if self.shard.size == 1:
-            return table.index_select(0, step.ids)
+            return table.index_select(0, step.ids).float()
         local = step.ids - first
         elsewhere = (local < 0) | (local >= table.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
-        return self.collective.all_reduce_sum(rows)
+        return self.collective.all_reduce_sum(rows).float()
 
     def norm(self, x: Tensor, weight: Norm) -> Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-        return torch.mul(x / torch.hypot(length, weight.floor), weight.scale, out=torch.empty_like(x))
+        out = torch.empty(x.shape, dtype=self.dtype)
+        return torch.mul(x / torch.hypot(length, weight.floor), weight.scale, out=out)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:
         if weight.packed is not None:
@@ -145,27 +145,16 @@ class PlainOps:
         return F.silu(gate).mul_(up)
 
     def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """Rank 0 adds the residual to its part before the sum, so the sum is the new residual on every rank."""
-        if self.shard.rank == 0:
-            residual = self._linear_add(x, weight, residual)
-        elif x.shape[1]:
-            residual = self.linear(x, weight)
-        else:
-            residual = torch.zeros_like(residual)
-        if self.shard.size > 1:
-            self.collective.all_reduce_sum(residual)
-        return residual, self.norm(residual, norm)
+        """The layer's part, summed over the ranks, added to the residual; and that, normed.
 
-    def _linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
-        if weight.packed is not None:
-            if weight.dense is not None and x.shape[0] == 1:
-                if weight.bias is not None:
-                    residual = residual + weight.bias
-                return _one_row(x, weight.dense, residual.view(-1))
-            return _linear_binary(x, residual, weight.packed, weight.bias, "add")
-        if not x.shape[1]:
-            return residual
-        return F.linear(x, weight.dense, weight.bias).add_(residual)  # type: ignore[arg-type]
+        The residual stays in float32: its roundings would add up over the layers, and close candidates would change places
+        with the rows that share a step.
+        """
+        part = self.linear(x, weight) if x.shape[1] else torch.zeros(residual.shape, dtype=self.dtype)
+        if self.shard.size > 1:
+            self.collective.all_reduce_sum(part)
+        residual = residual + part
+        return residual, self.norm(residual, norm)
 
     def logits(self, hidden: Tensor, head: Linear) -> Tensor:
         out = self.linear(hidden, head).float()
