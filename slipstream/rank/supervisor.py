@@ -26,6 +26,7 @@ from slipstream.rank.protocol import Attach, Down, Drain, Hello, ToSupervisor
 TICK = 0.1  # seconds between looks at the board
 TRIES = 6  # starts in a row that may fail without a token served in between
 BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
+ONE_ASKING = 0.01  # seconds within which several askings to stop count as one
 GRACE = 5.0  # seconds that a drained front end gets to exit
 
 
@@ -72,6 +73,7 @@ class Supervisor:
         self.draining_until: float | None = None
         self._attached: dict[int, int] = {}  # group -> incarnation that front ends know of
         self._selector = selectors.DefaultSelector()
+        self._asked_at = -1.0  # when `stop` was last heeded
         self._stop_read, self._stop_write = socket.socketpair()
         self._stop_read.setblocking(False)
         self._stop_write.setblocking(False)
@@ -80,7 +82,14 @@ class Supervisor:
     # --- the loop
 
     def stop(self) -> None:
-        """Asks for an orderly end; from any thread or signal handler."""
+        """Asks for an orderly end; from any thread or signal handler.
+
+        Asked again it is an end at once, except within ONE_ASKING: a signal to the process and one to its group are one.
+        """
+        now = time.monotonic()
+        if now - self._asked_at < ONE_ASKING:
+            return
+        self._asked_at = now
         try:
             self._stop_write.send(b"s")
         except OSError:
@@ -348,6 +357,7 @@ def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: soc
         where = curl = f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
     name = config.served_name(engine, server)
-    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    question = '{"role": "user", "content": "What is the capital of France?"}'
+    body = f'{{"model": "{name}", "messages": [{question}], "max_tokens": 64}}'
     json = "-H 'Content-Type: application/json'"
     print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)

@@ -117,3 +117,17 @@ def test_the_first_reason_stays_and_a_mistake_of_the_configuration_is_not_tried_
     say(group, 1, Fault(1, -1, "--dtype cannot be used", refusal=True))
     say(group, 0, Fault(0, -1, "rank 0 lost its peer"))
     assert group.failure == "--dtype cannot be used" and group.refused and group.state is State.POISONED
+
+
+def test_a_signal_to_the_process_and_one_to_its_group_ask_once():
+    """`timeout` and some init systems send both at once; only a later one means: at once."""
+    from slipstream.rank.supervisor import ONE_ASKING, Supervisor
+
+    supervisor = Supervisor([], Board.create(1), 30.0)
+    asked = lambda: supervisor._stop_read.recv(64)
+    supervisor.stop()
+    supervisor.stop()
+    assert asked() == b"s"
+    time.sleep(2 * ONE_ASKING)
+    supervisor.stop()
+    assert asked() == b"s"
