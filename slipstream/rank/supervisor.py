@@ -26,7 +26,7 @@ from slipstream.rank.protocol import Attach, Down, Drain, Hello, ToSupervisor
 TICK = 0.1  # seconds between looks at the board
 TRIES = 6  # starts in a row that may fail without a token served in between
 BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
-ONE_ASKING = 0.002  # seconds within which several askings to stop count as one
+ONE_ASKING = 0.0005  # seconds within which several askings to stop count as one
 GRACE = 5.0  # seconds that a drained front end gets to exit
 
 
