@@ -1,4 +1,4 @@
-"""The CPU executor: one worker thread per rank is its in-order stream (DESIGN.md §5).
+"""The CPU executor: one worker thread per rank is its in-order stream (docs/design.md, "The device").
 
 Calls only put work into a queue; the worker thread owns the model, the cache and the slot tables, and nobody else touches them.
 Arrived outcomes are announced on an eventfd.

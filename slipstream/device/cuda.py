@@ -1,4 +1,4 @@
-"""The CUDA executor: slot tables on the device, captured steps, outcomes from a ring (DESIGN.md §3 rules 5 to 9, §5).
+"""The CUDA executor: slot tables on the device, captured steps, outcomes from a ring (docs/design.md, "The device").
 
 One stream carries everything in order; a second one copies outcomes. All calls of an executor come from one thread, queue work
 and return. Between plan and settle nothing waits for the device, allocates on it in a way that waits, or reads from it.

@@ -1,7 +1,7 @@
 """How the CUDA device chooses tokens: the plain rows' exchange, and everything else in queued tensor operations.
 
 A row that needs more than its best score is computed by rank slot mod N on the row's whole logits, gathered through symmetric
-memory; the other ranks learn its token in the same exchange as all others (DESIGN rule 12). The order of the steps is that of
+memory; the other ranks learn its token in the same exchange as all others. The order of the steps is that of
 ops/sampling.py. Nothing here waits for the device.
 """
 

@@ -1,4 +1,4 @@
-"""Sampling of a step's rows by all ranks of a group together (DESIGN rule 12), on the CPU.
+"""Sampling of a step's rows by all ranks of a group together, on the CPU.
 
 A plain row needs an exchange of each rank's best (value, id) only. Any other row is sampled by rank slot mod N, which gets the
 row's whole logits, and its result's bytes are shared. So every rank holds the same outcome.

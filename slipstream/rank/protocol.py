@@ -1,6 +1,6 @@
 """Messages between a front end and a group's leader, over one stream socket, as msgpack with a length prefix.
 
-The front end is the only sender of terminal events to clients (DESIGN rule 11); it must end each request exactly once,
+The front end is the only sender of terminal events to clients; it must end each request exactly once,
 by `Finished`, by `Refused`, or by itself when the connection ends.
 """
 

@@ -39,7 +39,7 @@ def limits(pages: int, slots: int = 2, host: int = 0) -> Limits:
 
 
 def cases(reduced: bool = False) -> list[Case]:
-    """Every situation of DESIGN.md, section 3; unless reduced, with larger ones of three requests, meant for two ranks."""
+    """The situations to explore; unless reduced, with larger ones of three requests, meant for two ranks."""
     return small_cases() if reduced else small_cases() + large_cases()
 
 
