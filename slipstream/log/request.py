@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: Sampling = Sampling()
     priority: int = 0  # smaller runs earlier (as vLLM has it)
     salt: bytes = b""  # separates prefix-cache namespaces
-    grammar: bytes = b""  # serialized grammar specification, b"" for none (see rule 14)
+    grammar: bytes = b""  # serialized grammar specification, b"" for none; see ops/grammar.py
 
     @property
     def prompt_len(self) -> int:
