@@ -1,13 +1,12 @@
 """The CPU executor: one worker thread per rank is its in-order stream (docs/design.md, "The device").
 
 Calls only put work into a queue; the worker thread owns the model, the cache and the slot tables, and nobody else touches them.
-Arrived outcomes are announced on an eventfd.
+Arrived outcomes are announced by a bell.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
-import os
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.bell import Bell
 from slipstream.config import EngineConfig
 from slipstream.device.cpu_memory import allocate_caches, default_pages, page_bytes, resolve_dtype, threads_per_rank
 from slipstream.device.executor import Batch, Capacity, Outcome, StepFailed
@@ -58,7 +58,7 @@ class CpuExecutor:
         self._arrived: collections.deque[Outcome] = collections.deque()
         self._failure: str | None = None
         self._pending: _Pending | None = None
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
 
     def capacity(self) -> Capacity:
         c, block = self.config, self.config.block_size
@@ -130,10 +130,7 @@ class CpuExecutor:
         self._work.put(lambda: self._sample(seq, masks, discarded))
 
     def outcomes(self) -> list[Outcome]:
-        try:
-            os.eventfd_read(self._bell)
-        except BlockingIOError:
-            pass
+        self._bell.clear()
         failure = self._failure  # read before the outcomes: those before the failure are there once it is
         out = []
         while self._arrived:
@@ -141,11 +138,11 @@ class CpuExecutor:
         if failure is not None:
             if not out:
                 raise StepFailed(failure)
-            os.eventfd_write(self._bell, 1)
+            self._bell.ring()
         return out
 
     def fileno(self) -> int:
-        return self._bell
+        return self._bell.fileno()
 
     def close(self) -> None:
         """Ends the worker after what is queued. A worker that waits for a dead peer is left to the process's end."""
@@ -153,7 +150,7 @@ class CpuExecutor:
         if self._thread.is_alive():
             self._thread.join(5.0)
         if not self._thread.is_alive():
-            os.close(self._bell)
+            self._bell.close()
 
     # The worker thread's own; everything below runs there.
 
@@ -165,7 +162,7 @@ class CpuExecutor:
                     work()
                 except BaseException:
                     self._failure = traceback.format_exc()
-                    os.eventfd_write(self._bell, 1)
+                    self._bell.ring()
                     return
 
     def _forward(self, batch: Batch) -> None:
@@ -232,7 +229,7 @@ class CpuExecutor:
             self.board.set("collective", self.collective.entered)
             self.board.device_span(pending.start, end, seq, self.collective.entered)
         self._arrived.append(dataclasses.replace(outcome, seconds=(end - pending.start) * 1e-9))
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
 
 class _Pending:

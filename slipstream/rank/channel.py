@@ -1,6 +1,6 @@
 """The channel between a leader and its followers: entries one way, replies the other.
 
-On one machine each direction is a ring in anonymous shared memory with one writer and one reader, and an eventfd that wakes a
+On one machine each direction is a ring in anonymous shared memory with one writer and one reader, and a bell that wakes a
 sleeping reader. A message is delivered whole or the writer learns that the reader has fallen a whole ring behind.
 """
 
@@ -12,6 +12,7 @@ import time
 
 import msgspec
 
+from slipstream.bell import Bell
 from slipstream.errors import Diverged, EngineDown
 from slipstream.log.entries import FromFollower, ToFollower
 
@@ -24,7 +25,7 @@ class Ring:
     """Bytes from one process to another. The descriptors are inherited; the memory has no name."""
 
     def __init__(self, memory: int, event: int):
-        self.memory, self.event = memory, event
+        self.memory, self.bell = memory, Bell(event)
         self._map = mmap.mmap(memory, 0)
         self._words = memoryview(self._map)[:_HEAD].cast("Q")  # one store each; struct would clear a word before it writes it
         self._size = len(self._map) - _HEAD
@@ -35,7 +36,7 @@ class Ring:
         """Descriptors (memory, event) of a new ring of at least `size` bytes."""
         memory = os.memfd_create("slipstream-ring", os.MFD_CLOEXEC)
         os.ftruncate(memory, _HEAD + (size + 7) // 8 * 8)
-        return memory, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return memory, Bell.create()
 
     def _seen(self, offset: int) -> int:
         return self._words[offset // 8]
@@ -57,7 +58,7 @@ class Ring:
         self._map[_HEAD + at + 4 : _HEAD + at + 4 + len(message)] = message
         self._at += need
         self._words[0] = self._at  # after the data: x86 and the interpreter's locks keep this order
-        os.eventfd_write(self.event, 1)
+        self.bell.ring()
         return True
 
     def get(self) -> bytes | None:
@@ -75,13 +76,6 @@ class Ring:
         self._at += (4 + length + 7) // 8 * 8
         self._words[64 // 8] = self._at
         return message
-
-    def rest(self) -> None:
-        """Clears the wake-up; to be called before the last look at an empty ring."""
-        try:
-            os.eventfd_read(self.event)
-        except BlockingIOError:
-            pass
 
 
 def wait_for(*descriptors: int, timeout: float) -> list[int]:
@@ -102,7 +96,7 @@ class LeaderEnd:
         self._decoder = msgspec.msgpack.Decoder(FromFollower)
 
     def descriptors(self) -> list[int]:
-        return [ring.event for ring in self._back]
+        return [ring.bell.fileno() for ring in self._back]
 
     def send(self, message: ToFollower) -> int:
         """Delivers to all followers; returns the encoded size. Diverged when one does not read for most of `patience`."""
@@ -123,7 +117,7 @@ class LeaderEnd:
     def receive(self) -> list[FromFollower]:
         replies = []
         for ring in self._back:
-            ring.rest()
+            ring.bell.clear()
             while (data := ring.get()) is not None:
                 replies.append(self._decoder.decode(data))
         return replies
@@ -138,10 +132,10 @@ class FollowerEnd:
         self._decoder = msgspec.msgpack.Decoder(ToFollower)
 
     def descriptors(self) -> list[int]:
-        return [self._in.event]
+        return [self._in.bell.fileno()]
 
     def receive(self) -> list[ToFollower]:
-        self._in.rest()
+        self._in.bell.clear()
         messages = []
         while (data := self._in.get()) is not None:
             messages.append(self._decoder.decode(data))

@@ -10,11 +10,10 @@ Used where followers are not children of the leader's supervisor; the address tr
     follower_end = connect(address, rank=2)
 """
 
-import os
-
 import msgspec
 import zmq
 
+from slipstream.bell import Bell
 from slipstream.errors import ConfigError, Diverged, EngineDown
 from slipstream.log.entries import FromFollower, ToFollower
 
@@ -40,17 +39,17 @@ class Ends:
 
     def __init__(self, sockets: list[zmq.Socket]):
         self._sockets = sockets
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._encode = msgspec.msgpack.Encoder().encode
         for socket in sockets:
             self._look(socket)
 
     def descriptors(self) -> list[int]:
-        return [self._bell, *(int(socket.getsockopt(zmq.FD)) for socket in self._sockets)]
+        return [self._bell.fileno(), *(int(socket.getsockopt(zmq.FD)) for socket in self._sockets)]
 
     def _look(self, socket: zmq.Socket) -> None:
         if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            os.eventfd_write(self._bell, 1)
+            self._bell.ring()
 
     def _send(self, socket: zmq.Socket, data: bytes, patience: float) -> bool:
         """False when the peer leaves a whole queue unread for `patience` seconds, or is not there."""
@@ -66,10 +65,7 @@ class Ends:
 
     def _take(self) -> list[bytes]:
         """All that has come, each peer's messages in their order."""
-        try:
-            os.eventfd_read(self._bell)
-        except BlockingIOError:
-            pass
+        self._bell.clear()
         out: list[bytes] = []
         for socket in self._sockets:
             try:
@@ -82,7 +78,7 @@ class Ends:
     def close(self) -> None:
         for socket in self._sockets:
             socket.close(LINGER)
-        os.close(self._bell)
+        self._bell.close()
 
 
 class LeaderEnd(Ends):

@@ -4,12 +4,12 @@ What compiles them is made when a rank starts and not with the first grammar: bu
 interpreter's lock for up to a second, which nobody notices before the loop runs.
 """
 
-import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 
+from slipstream.bell import Bell
 from slipstream.log.grammar import MakeMatcher, Matcher
 from slipstream.rank.events import Compiled
 
@@ -21,7 +21,7 @@ class Compiler:
         self._open_maker = open_maker
         self._asked: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._done: deque[Compiled] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
 
@@ -34,17 +34,15 @@ class Compiler:
         self._opened.wait()
 
     def fileno(self) -> int:
-        """Readable while `take` has something."""
-        return self._bell
+        """Readable when `take` has something."""
+        return self._bell.fileno()
 
     def compile(self, id: int, grammar: bytes) -> None:
         self._asked.put((id, grammar))
 
     def take(self) -> list[Compiled]:
         """What has been compiled since the last call."""
-        if not self._done:
-            return []
-        os.eventfd_read(self._bell)
+        self._bell.clear()
         out = []
         while self._done:
             out.append(self._done.popleft())
@@ -72,4 +70,4 @@ class Compiler:
             except Exception as e:  # the request's own failure, whatever the library raises
                 done = Compiled(id, None, str(e)[:500] or type(e).__name__)
             self._done.append(done)
-            os.eventfd_write(self._bell, 1)
+            self._bell.ring()

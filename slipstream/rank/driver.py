@@ -83,8 +83,9 @@ class Driver:
                     self.board.set("arrived", outcome.seq)
                     self.board.set("arrived_ns", self._stamp)
                     self.perform(self.machine.on(Arrived(outcome), now))
-                for compiled in self.compiler.take():
-                    self.perform(self.machine.on(compiled, now))
+                if self.compiler.fileno() in ready:
+                    for compiled in self.compiler.take():
+                        self.perform(self.machine.on(compiled, now))
                 self.turn(ready, now)
                 self.complain(now)
         except Exception as e:
