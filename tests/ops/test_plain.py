@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.plain import PlainOps
+from slipstream.ops.plain import PlainOps, _nearest
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
@@ -72,3 +72,17 @@ def test_close_candidates_do_not_tie_for_bfloat16():
         logits = ops.logits(hidden[:rows], head)
         assert logits.argmax(1).tolist() == [9] * rows
         assert torch.allclose(logits[:, [7, 9]], torch.tensor([20.0, 20.046875]))
+
+
+@pytest.mark.parametrize("rows, vocabulary", [(1, 7), (2, 256), (3, 257), (4, 1000), (2, 50257)])
+def test_every_close_candidate_is_found_whatever_the_vocabulary(rows, vocabulary):
+    """Close ones are put at both ends, in the part that the last window shares, and nowhere for a row that is not finite."""
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    for column in {0, vocabulary // 2, vocabulary - 5, vocabulary - 1}:
+        logits[0, column] = 20.0 + column / vocabulary / 8
+    if rows > 2:
+        logits[2, 3] = torch.nan
+    found = {(int(r), int(c)) for r, c in zip(*_nearest(logits), strict=True)}
+    best = logits.amax(1, keepdim=True)
+    assert found == {(int(r), int(c)) for r, c in torch.nonzero(logits >= best - best.abs() / 64)}
+    assert len([r for r, _ in found if r == 0]) >= 4
