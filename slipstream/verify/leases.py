@@ -47,7 +47,7 @@ class LeaseReplica(StateReplica):
     def end_lease(self, id: int) -> None:
         for page in reversed(self.leases.pop(id)):
             self.pages.release(page)
-        self._mix.append(b"L%d;" % id)
+        self.changes.append(b"L%d;" % id)
 
     def state(self) -> tuple[object, ...]:
         return (*super().state(), tuple(self.leases.items()))

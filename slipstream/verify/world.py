@@ -31,7 +31,7 @@ class StateReplica(Replica):
     """Its digest is that of its whole state, not of its history, so that equal states are one state."""
 
     def seal(self) -> int:
-        self._mix.clear()
+        self.changes.clear()
         return hash(self.state()) & (2**63 - 1)
 
 
