@@ -4,7 +4,7 @@ An event that carries nothing but text, which is nearly every one, is three byte
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -83,32 +83,37 @@ class Form:
         """The event before an answer's first text."""
         raise NotImplementedError
 
+    def _opened(self, answer: Answer) -> bytes:
+        """The opening, when it is due and has not been sent; else b""."""
+        if answer.opened or not (answer.ids or answer.ended):
+            return b""
+        answer.opened = True
+        return self.opening(answer)
+
     def events(self, answer: Answer) -> bytes:
         """What is new of one answer, as events; b"" when nothing would be said."""
-        out = b""
-        if not answer.opened and (answer.ids or answer.ended):
-            answer.opened = True
-            out = self.opening(answer)
+        out = self._opened(answer)
         piece = answer.take()
         if answer.finish_reason is not None:
-            return out + self._event(answer, piece, True)
+            return out + self._event(answer, self._payload(piece.text), piece, True)
         if self._fast:
             if not piece.text:
                 return out
             head, tail = self._fast[answer.index]
             return out + head + encode(piece.text) + tail
         if piece.text or piece.ids:
-            return out + self._event(answer, piece, False)
+            return out + self._event(answer, self._payload(piece.text), piece, False)
         return out
 
-    def _event(self, answer: Answer, piece: Piece, last: bool) -> bytes:
-        choice = {"index": answer.index, **self._payload(piece.text), "logprobs": None, "finish_reason": None}
-        if self._plan.logprobs >= 0 and piece.ids:
+    def _event(self, answer: Answer, payload: dict[str, Any], piece: Piece | None, last: bool) -> bytes:
+        """One event that says `payload`; `piece` is whose tokens it carries, if any's."""
+        choice = {"index": answer.index, **payload, "logprobs": None, "finish_reason": None}
+        if piece is not None and piece.ids and self._plan.logprobs >= 0:
             choice["logprobs"] = self._logprobs(piece)
         if last:
             choice["finish_reason"], choice["stop_reason"] = answer.finish_reason, answer.stop_reason
         if self._plan.return_token_ids:
-            choice["token_ids"] = piece.ids
+            choice["token_ids"] = piece.ids if piece is not None else []
         return self._with_usage({**self._chunk, "choices": [choice]})
 
     def _with_usage(self, event: dict) -> bytes:
@@ -163,13 +168,17 @@ class ChatForm(Form):
             event["prompt_token_ids"] = answer.prompt.ids.tolist()
         return self._with_usage(event)
 
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        """What a whole answer said."""
+        return {"role": "assistant", "content": piece.text}
+
     def whole(self) -> bytes:
         choices = []
         for a in self._answers:
             piece = a.take()
             choice = {
                 "index": a.index,
-                "message": {"role": "assistant", "content": piece.text},
+                "message": self._message(piece),
                 "logprobs": self._logprobs(piece) if self._plan.logprobs >= 0 else None,
                 "finish_reason": a.finish_reason,
                 "stop_reason": a.stop_reason,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from slipstream.serve.answer import Answer, Piece
 from slipstream.serve.calls import Part
-from slipstream.serve.forms import ChatForm, encode, usage
+from slipstream.serve.forms import ChatForm
 
 
 class Said(NamedTuple):
@@ -56,47 +56,19 @@ class ReadForm(ChatForm):
     """POST /v1/chat/completions, for a plan with a reading."""
 
     def events(self, answer: Answer) -> bytes:
-        out = b""
-        if not answer.opened and (answer.ids or answer.ended):
-            answer.opened = True
-            out = self.opening(answer)
+        out = self._opened(answer)
         piece = answer.take()
         for i, part in enumerate(piece.parts):
-            out += self._part(answer, delta(part), piece if i == 0 else None, False)
+            out += self._event(answer, {"delta": delta(part)}, piece if i == 0 else None, False)  # its tokens go with the first
         left = piece if not piece.parts else None
         if answer.finish_reason is not None:
-            return out + self._part(answer, {}, left, True)
+            return out + self._event(answer, {"delta": {}}, left, True)
         if left is not None and left.ids:
-            out += self._part(answer, {}, left, False)
+            out += self._event(answer, {"delta": {}}, left, False)
         return out
 
-    def _part(self, answer: Answer, delta: dict[str, Any], piece: Piece | None, last: bool) -> bytes:
-        """One event; the first of a piece carries the piece's tokens."""
-        choice: dict[str, Any] = {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if piece is not None and piece.ids and self._plan.logprobs >= 0:
-            choice["logprobs"] = self._logprobs(piece)
-        if last:
-            choice["finish_reason"], choice["stop_reason"] = answer.finish_reason, answer.stop_reason
-        if self._plan.return_token_ids:
-            choice["token_ids"] = piece.ids if piece is not None else []
-        return self._with_usage({**self._chunk, "choices": [choice]})
-
-    def whole(self) -> bytes:
-        choices = []
-        for a in self._answers:
-            piece = a.take()
-            choice = {
-                "index": a.index,
-                "message": message(gather(piece.parts)),
-                "logprobs": self._logprobs(piece) if self._plan.logprobs >= 0 else None,
-                "finish_reason": a.finish_reason,
-                "stop_reason": a.stop_reason,
-            }
-            if self._plan.return_token_ids:
-                choice["token_ids"] = piece.ids
-            choices.append(choice)
-        body = {**self._head, "choices": choices, "usage": usage(self._answers, self._plan.n)}
-        return encode({**body, **self._prompt_fields()})
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        return message(gather(piece.parts))
 
 
 def message(said: Said) -> dict[str, Any]:
