@@ -5,10 +5,8 @@ a `WorkerSpec` as the setup's role and the arena as its last descriptor. What it
 is what its components' builders import.
 """
 
-import faulthandler
 import os
 import select
-import signal
 import socket
 import sys
 import time
@@ -27,8 +25,8 @@ from slipstream.graph.placement import resolve
 from slipstream.graph.rows import Row
 from slipstream.graph.work import Work
 from slipstream.rank.board import STATES, Board, BoardWriter
-from slipstream.rank.control import Control, die_with_parent
-from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup, ToRank
+from slipstream.rank.control import Control, begin_member
+from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
 
@@ -203,16 +201,10 @@ class Worker:
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent(int(argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the supervisor decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # stacks for the supervisor's report
-    control = Control(socket.socket(fileno=int(argv[0])), ToRank)
-    got = control.receive()
-    if got is None:
+    begun = begin_member(int(argv[0]), int(argv[1]))
+    if begun is None:
         return 0
-    setup, fds = got
-    assert isinstance(setup, Setup)
+    control, setup, fds = begun
     try:
         return run(control, setup, fds)
     except (ConfigError, ModelError) as e:

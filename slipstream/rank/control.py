@@ -1,13 +1,16 @@
-"""Control sockets: SEQPACKET pairs that carry msgpack with descriptors; and the rule that children die with their parent."""
+"""Control sockets: SEQPACKET pairs that carry msgpack with descriptors; and how the supervisor's children begin and end."""
 
 import array
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
 from typing import Any
 
 import msgspec
+
+from slipstream.rank.protocol import Setup, ToRank
 
 _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 1 << 16
@@ -57,3 +60,21 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def begin_member(fd: int, parent: int) -> tuple[Control, Setup, list[int]] | None:
+    """What every process of a group does first; None where the supervisor (pid `parent`) has gone.
+
+    `fd` is its control socket. Signals are left to the supervisor, whose SIGUSR1 asks for this process's stacks.
+    """
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the supervisor decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # stacks for the supervisor's report
+    control = Control(socket.socket(fileno=fd), ToRank)
+    got = control.receive()
+    if got is None:
+        return None
+    setup, descriptors = got
+    assert isinstance(setup, Setup)
+    return control, setup, descriptors

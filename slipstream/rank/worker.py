@@ -1,11 +1,8 @@
-"""A rank's process: `python -m slipstream.rank.worker FD`, where FD is its control socket to the supervisor."""
+"""A rank's process: `python -m slipstream.rank.worker FD PARENT`; FD is its control socket, PARENT the supervisor's pid."""
 
-import faulthandler
 import hashlib
 import os
 import platform
-import signal
-import socket
 import sys
 import time
 import traceback
@@ -18,27 +15,21 @@ from slipstream.log.replica import Limits, Replica
 from slipstream.rank.board import STATES, Board
 from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.rank.compiler import Compiler
-from slipstream.rank.control import Control, die_with_parent
+from slipstream.rank.control import Control, begin_member
 from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
 from slipstream.rank.leader import Leader
 from slipstream.rank.leader_driver import LeaderDriver
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Begin, Fault, Loaded, Ready, Setup, ToRank
+from slipstream.rank.protocol import Begin, Fault, Loaded, Ready, Setup
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 
 
 def main() -> int:
-    die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the supervisor decides
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)  # stacks for the supervisor's report
-    control = Control(socket.socket(fileno=int(sys.argv[1])), ToRank)
-    got = control.receive()
-    if got is None:
+    begun = begin_member(int(sys.argv[1]), int(sys.argv[2]))
+    if begun is None:
         return 0
-    setup, fds = got
-    assert isinstance(setup, Setup)
+    control, setup, fds = begun
     try:
         return run(control, setup, fds)
     except (ConfigError, ModelError, MemoryError) as e:
