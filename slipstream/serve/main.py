@@ -6,7 +6,6 @@ sends `Drain`. The process ends with its parent.
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -21,6 +20,7 @@ import uvicorn
 from slipstream import config
 from slipstream.errors import ConfigError, ModelError
 from slipstream.rank.board import Board
+from slipstream.rank.control import die_with_parent
 from slipstream.rank.protocol import Attach, Down, Drain
 from slipstream.serve.app import build
 from slipstream.serve.control import Control
@@ -37,7 +37,6 @@ log = logging.getLogger("slipstream.serve")
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
 FLUSH_SECONDS = 2.0  # for last answers to reach their clients
-_PR_SET_PDEATHSIG = 1
 
 
 class Server(uvicorn.Server):
@@ -170,7 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="slipstream.serve.main")
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid())  # of one that has already ended, the control socket tells
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
