@@ -44,6 +44,13 @@ def _finish_split(
             tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
 
 
+@jit
+def _cut(length, splits, least, N: tl.constexpr):
+    """Tokens of a part, when a cache of `length` is cut into `splits` of at least `least` tokens, and how many parts have any."""
+    per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, least)
+    return per, tl.cdiv(length, per)
+
+
 @jit(do_not_specialize=["splits", "least"])
 def decode_kernel(
     qkv, keys, values, tables, slots, positions, limit, partial, stats, arrived, out,
@@ -59,8 +66,7 @@ def decode_kernel(
     if row >= tl.load(limit):
         return
     length = tl.load(positions + row) + 1
-    per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, least)
-    used = tl.cdiv(length, per)
+    per, used = _cut(length, splits, least, N)
     if split >= used:
         return
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
@@ -163,8 +169,7 @@ def decode_tiles_kernel(
     if row >= tl.load(limit):
         return
     length = tl.load(positions + row) + 1
-    per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, least)
-    used = tl.cdiv(length, per)
+    per, used = _cut(length, splits, least, N)
     if split >= used:
         return
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
@@ -232,8 +237,7 @@ def prefill_kernel(
         token = tl.load(block + 2)
         rows = tl.load(block + 3)
         length = position + rows
-        per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, LEAST)
-        used = tl.cdiv(length, per)
+        per, used = _cut(length, splits, LEAST, N)
         if split < used:
             head = query // GROUP
             table = tables + slot.to(tl.int64) * table_stride

@@ -19,28 +19,17 @@ def _now():
 
 
 @jit
-def _tell(address, value, RELEASE: tl.constexpr):
-    """Writes a flag by one thread; with RELEASE everything that this program wrote before is visible to who reads it."""
-    if RELEASE:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .u32 t;
-            mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p st.release.sys.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p; .reg .u32 t;
-            mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-            @p st.relaxed.sys.global.u32 [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+def _tell(address, value, ORDER: tl.constexpr):
+    """Writes a flag by one thread. ORDER: "relaxed", or "release", by which its reader sees all that this program wrote before."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .u32 t;
+        mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+        @p st.""" + ORDER + """.sys.global.u32 [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [address, value], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @jit
@@ -66,7 +55,7 @@ def meet(
     for r in tl.static_range(WORLD):
         if r != rank:
             theirs = tl.load(flags + r) + (rank * PROGRAMS + index) * 4
-            _tell(theirs, count, RELEASE)
+            _tell(theirs, count, "release" if RELEASE else "relaxed")
     tl.store(counts + index, count)
     start = _now()
     for r in tl.static_range(WORLD):
