@@ -20,7 +20,7 @@ def _now():
 
 @jit
 def _tell(address, value, ORDER: tl.constexpr):
-    """Writes a flag by one thread. ORDER: "relaxed", or "release", by which its reader sees all that this program wrote before."""
+    """Writes a flag by one thread. ORDER: "relaxed", or "release": its reader then sees all that this program wrote before."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p; .reg .u32 t;
