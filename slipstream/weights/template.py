@@ -47,7 +47,10 @@ class ChatTemplate:
         tools: list[dict] | None = None,
         **kwargs,
     ) -> str:
-        """The prompt's text. With `continue_final_message` it ends where the last message's text ends."""
+        """The prompt's text; with `continue_final_message` it ends where the last message's text ends.
+
+        `tools` are JSON schemas of functions, `kwargs` further variables of the template.
+        """
         if continue_final_message and add_generation_prompt:
             raise BadRequest("it excludes add_generation_prompt", param="continue_final_message")
         marker = None

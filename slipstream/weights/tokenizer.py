@@ -6,6 +6,7 @@
 import json
 import pathlib
 from abc import ABC, abstractmethod
+from typing import Any
 
 from slipstream.errors import BadRequest, ModelError
 from slipstream.weights.template import ChatTemplate
@@ -64,38 +65,18 @@ class Tokenizer(ABC):
         """The token alone as text; what is no whole character shows as U+FFFD (its `token_bytes` are exact)."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
-    def render_chat(
-        self,
-        messages: list[dict],
-        /,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict] | None = None,
-        **kwargs,
-    ) -> str:
-        """The prompt's text by the model's chat template. Blocks while the template runs. Raises BadRequest."""
+    def render_chat(self, messages: list[dict], /, **options: Any) -> str:
+        """The prompt's text by the model's chat template; `options` are those of `ChatTemplate.render`.
+
+        Blocks while the template runs. Raises BadRequest.
+        """
         if self.template is None:
             raise BadRequest("this model has no chat template; start the server with --chat-template", param="messages")
-        return self.template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            **kwargs,
-        )
+        return self.template.render(messages, **options)
 
-    def apply_chat(
-        self,
-        messages: list[dict],
-        /,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: list[dict] | None = None,
-        **kwargs,
-    ) -> list[int]:
-        """The prompt's ids. The template writes the beginning token itself, so none is added."""
-        text = self.render_chat(messages, add_generation_prompt, continue_final_message, tools, **kwargs)
-        return self.encode(text, add_special_tokens=False, param="messages")
+    def apply_chat(self, messages: list[dict], /, **options: Any) -> list[int]:
+        """The ids of `render_chat`'s text. The template writes the beginning token itself, so none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
 
 
 def load_tokenizer(
