@@ -55,7 +55,7 @@ class EngineConfig:
     )
     max_num_seqs: int = option(128, "requests that run at the same time", least=1)
     max_num_batched_tokens: int = option(2048, "tokens of one step at most", least=1)
-    block_size: int = option(16, "tokens per page of the KV cache", least=1)
+    block_size: int | None = option(None, "tokens per page of the KV cache (default: 64 on CUDA, 16 elsewhere)", least=1)
     kv_cache_memory_bytes: int | None = option(
         None, "bytes of the KV cache per rank (default: sized from what is free)", least=1
     )

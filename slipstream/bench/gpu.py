@@ -25,7 +25,7 @@ from slipstream.bench.server import own_server
 Figures = dict[str, typing.Any]
 Peer = dict[str, tuple[str, str]]  # figure -> (the peer's, what is wanted)
 
-SERVE = "--load-format dummy --no-enable-prefix-caching --max-model-len 32768 --block-size 64 --max-num-seqs 128 --enable-debug"
+SERVE = "--load-format dummy --no-enable-prefix-caching --max-model-len 32768 --max-num-seqs 128 --enable-debug"
 SHAPE = str(pathlib.Path(__file__).with_name("shapes") / "qwen3-8b")
 IDLE = "device_idle_percent_rank_0"  # shown where `--bench --trace` asked for it
 LATENCIES = ("itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "gaps_over_50_ms", "worst_gap_ms")

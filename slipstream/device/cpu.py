@@ -34,6 +34,7 @@ from slipstream.ops.sampler import Sampler, SampleRow
 from slipstream.rank.board import BoardWriter
 
 T = TypeVar("T")
+BLOCK = 16  # tokens of a page unless the user says otherwise
 _PROMPT_ROWS = 64  # positions whose whole logits are held at once for prompt log probabilities
 
 
@@ -45,6 +46,7 @@ class CpuExecutor:
     ):
         """Raises ModelError for a model that cannot be built and ConfigError for a length beyond the model's own."""
         self.config, self.shard, self.collective, self.board = config, shard, collective, board
+        self.block = config.block_size or BLOCK
         self.threads = threads_per_rank(shard.size)
         self.dtype = resolve_dtype(config.dtype)
         self.ops = PlainOps(self.dtype, shard, collective)
@@ -61,7 +63,7 @@ class CpuExecutor:
         self._bell = Bell()
 
     def capacity(self) -> Capacity:
-        c, block = self.config, self.config.block_size
+        c, block = self.config, self.block
         each = page_bytes(self.model.cache, block, self.dtype)
         max_len = c.max_model_len or self.model.max_len
         wanted = c.max_num_seqs * -(-max_len // block)
@@ -73,10 +75,9 @@ class CpuExecutor:
             raise ConfigError(f"--kv-cache-memory-bytes: one page of {block} tokens needs {each} bytes")
         spare = c.kv_offload_memory_bytes
         host_pages = pages // 4 if spare is None else spare // each if each else pages
-        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.ops.weight_bytes, host_pages)
+        return Capacity(block, pages, c.max_num_seqs, min(max_len, pages * block), self.ops.weight_bytes, host_pages)
 
     def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
-        self.block = self.config.block_size
         self.tables = SlotTables(slots, max_len, self.block)
         self.caches = allocate_caches(self.model.cache, pages, self.block, self.dtype)
         self.host = allocate_caches(self.model.cache, host_pages, self.block, self.dtype)

@@ -35,6 +35,7 @@ from slipstream.ops.triton_sample import NO_TOKEN
 from slipstream.ops.triton_step import decode_prepare_kernel, gather_kernel, ids_kernel
 from slipstream.rank.board import BoardWriter
 
+BLOCK = 64  # tokens of a page unless the user says otherwise: what the copy engine brings in one piece (`ops.triton_ops.TILE`)
 DEPTH = 8  # places of the outcome ring, and launches that may be in flight
 _MEETING_TIMEOUT = 120.0
 
@@ -80,6 +81,7 @@ class CudaExecutor:
         if config.max_num_seqs > PROGRAMS:
             raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: at most {PROGRAMS} on CUDA")
         self.config, self.shard, self.device, self.board = config, shard, device, board
+        self.block = config.block_size or BLOCK
         torch.cuda.set_device(device)
         self.stream, self._side = torch.cuda.Stream(device), torch.cuda.Stream(device)
         torch.cuda.set_stream(self.stream)
@@ -105,13 +107,13 @@ class CudaExecutor:
     # --- before the first step
 
     def capacity(self) -> Capacity:
-        c, block = self.config, self.config.block_size
+        c, block = self.config, self.block
         max_len = c.max_model_len or self.model.max_len
         each = page_bytes(self.model.cache, block, self.ops.dtype)
         step = self._profile(max_len)
         pages = pages_that_fit(c, each, self.weight_bytes, step, self.device)
         host_pages = (c.kv_offload_memory_bytes or 0) // each if each else 0  # pinning takes seconds: none unless asked for
-        return Capacity(pages, c.max_num_seqs, min(max_len, pages * block), self.weight_bytes, host_pages)
+        return Capacity(block, pages, c.max_num_seqs, min(max_len, pages * block), self.weight_bytes, host_pages)
 
     def _profile(self, max_len: int) -> int:
         """Bytes that the largest step takes beside weights and cache: measured by running it on nobody's rows."""
@@ -146,7 +148,7 @@ class CudaExecutor:
         self.copy_seconds = self._host.seconds()
 
     def _allocate(self, pages: int, slots: int, max_len: int) -> None:
-        shape, block, device = self.model.cache, self.config.block_size, self.device
+        shape, block, device = self.model.cache, self.block, self.device
         size = (pages + 1, shape.heads, block, shape.head_dim)
         make = lambda: torch.zeros(size, dtype=self.ops.dtype, device=device)
         self.caches = [(make(), make()) for _ in range(shape.layers)]
@@ -183,7 +185,7 @@ class CudaExecutor:
         i = self.inputs
         return CudaStep(
             i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.tiles,
-            self.scratch, self.prompt_scratch, self.config.block_size, decode_rows, decodes, prompts, i.blocks, i.counts[1:2],
+            self.scratch, self.prompt_scratch, self.block, decode_rows, decodes, prompts, i.blocks, i.counts[1:2],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:

@@ -19,6 +19,7 @@ __all__ = ["Batch", "Capacity", "Executor", "Outcome", "StepFailed"]
 class Capacity:
     """What one rank can hold. The group uses the minimum over its ranks."""
 
+    block: int  # tokens of a page; equal on all ranks
     pages: int  # usable pages, the null page 0 not counted: ids are 1..pages
     slots: int
     max_len: int  # tokens per request

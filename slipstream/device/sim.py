@@ -27,6 +27,7 @@ NO_MASKS: Mapping[int, np.ndarray] = {}
 DEAD_END = "the grammar allows no token here"
 DEFAULT_VOCAB = 32_000
 DEFAULT_MAX_LEN = 32_768
+BLOCK = 16  # tokens of a page unless the user says otherwise
 DEFAULT_PAGES = 65_536
 PAGE_BYTES = 4096  # what a page counts for under --kv-cache-memory-bytes
 
@@ -114,8 +115,9 @@ class SimExecutor:
             raise ConfigError(f"--kv-cache-memory-bytes {memory}: a page of the simulated device takes {PAGE_BYTES} bytes")
         spare = config.kv_offload_memory_bytes
         host_pages = pages // 4 if spare is None else spare // PAGE_BYTES
-        max_len = min(config.max_model_len or max_len, pages * config.block_size)
-        self._capacity = Capacity(pages, config.max_num_seqs, max_len, 0, host_pages)
+        block = config.block_size or BLOCK
+        max_len = min(config.max_model_len or max_len, pages * block)
+        self._capacity = Capacity(block, pages, config.max_num_seqs, max_len, 0, host_pages)
         self.copy_seconds = 0.0
         self._board = board
         self._queue: deque[tuple[float, float, Outcome]] = deque()  # (start, end, outcome)

@@ -160,6 +160,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Rank -> supervisor: weights are loaded, and this is what fits. `stamp` must be equal on all ranks."""
 
+    block: int
     pages: int
     slots: int
     max_len: int
@@ -171,6 +172,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """Supervisor -> rank: the minimum over the ranks; allocate, warm up, then say Ready."""
 
+    block: int
     pages: int
     slots: int
     max_len: int

@@ -55,7 +55,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     executor, model = build_executor(engine, setup.model_path, setup.rank, setup.size, fds[1], board)
     c = executor.capacity()
     board.set("weight_bytes", c.weight_bytes)
-    control.send(Loaded(c.pages, c.slots, c.max_len, c.weight_bytes, c.host_pages, stamp(setup.engine, model)))
+    control.send(Loaded(c.block, c.pages, c.slots, c.max_len, c.weight_bytes, c.host_pages, stamp(setup.engine, model)))
     got = control.receive()
     if got is None:
         return 0
@@ -91,7 +91,7 @@ def stamp(engine: str, model: dict) -> str:
 def build_driver(engine: config.EngineConfig, setup: Setup, begin: Begin, parts: Parts, channel_fds: list[int]) -> Driver:
     """The machine of this rank with what drives it."""
     caching = engine.enable_prefix_caching
-    limits = Limits(begin.pages, begin.slots, begin.max_len, engine.block_size, caching, begin.host_pages)
+    limits = Limits(begin.pages, begin.slots, begin.max_len, begin.block, caching, begin.host_pages)
     replica = Replica(limits)
     rings = [Ring(memory, event) for memory, event in zip(channel_fds[0::2], channel_fds[1::2], strict=True)]
     if setup.rank:

@@ -58,8 +58,7 @@ class Engine:
     `state` is "starting", "ready", "draining" or "failed"; `reason` says why it is not ready.
     """
 
-    def __init__(self, block_size: int = 16, on_load=None):
-        self.block_size = block_size
+    def __init__(self, on_load=None):
         self.limits: Limits | None = None
         self.load: Load | None = None
         self.draining = False
@@ -97,8 +96,7 @@ class Engine:
         self._link = link
         self._failed, self._fresh = False, True
         self.reason, self.incarnation = "", message.incarnation
-        max_len = min(message.max_len, message.pages * self.block_size) if message.pages else message.max_len
-        self.limits = Limits(max_len, message.pages, message.slots)
+        self.limits = Limits(message.max_len, message.pages, message.slots)
 
     def down(self, message: Down) -> None:
         if message.incarnation < self.incarnation:

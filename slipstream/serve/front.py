@@ -45,7 +45,7 @@ class Front:
     def __post_init__(self):
         self.model = served_name(self.engine_config, self.server_config)
         self.metrics = Metrics(self.model, self.tally)
-        self.engine = Engine(self.engine_config.block_size, self.metrics.on_load)
+        self.engine = Engine(self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
         self.dialect = PLAIN
         endpoint = self.server_config.otlp_traces_endpoint

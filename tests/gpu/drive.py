@@ -106,7 +106,7 @@ def open_executor(device: str, config: EngineConfig, path: str, rank: int, size:
     config.device = device
     executor, _ = build_executor(config, path, rank, size, fd, None)
     capacity = executor.capacity()
-    pages = min(capacity.pages, config.max_num_seqs * -(-capacity.max_len // config.block_size))
+    pages = min(capacity.pages, config.max_num_seqs * -(-capacity.max_len // executor.block))
     executor.given_pages = pages
     executor.start(pages, capacity.slots, capacity.max_len)
     return executor, capacity
@@ -163,7 +163,7 @@ def story(rank: int, size: int, fd: int, device: str, path: str, dtype: str, eag
         import torch
 
         torch.cuda.set_sync_debug_mode("error")
-    feeder = Feeder(executor, config.block_size)
+    feeder = Feeder(executor, executor.block)
     rng = np.random.default_rng(1)
     kinds = [
         {"temperature": 0.0}, {"temperature": 0.8, "seed": 11}, {"temperature": 0.0},
@@ -300,7 +300,7 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
         k.normal_()
         v.normal_()
     torch.cuda.set_sync_debug_mode("error")
-    feeder = Feeder(executor, config.block_size)
+    feeder = Feeder(executor, executor.block)
     say = print if rank == 0 else lambda *a, **k: None
     say(
         f"TP {size}: ready in {ready:.1f} s, {capacity.pages} pages, weights {capacity.weight_bytes / 2**30:.2f} GiB",

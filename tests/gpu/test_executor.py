@@ -57,7 +57,7 @@ def alone(rank: int, size: int, fd: int, scenario: str):
         kv_cache_memory_bytes=1 << 26,
     )  # fmt: skip
     executor, _ = drive.open_executor("cuda", config, path, rank, size, fd)
-    return {"padding": padding, "flights": flights}[scenario](executor, drive.Feeder(executor, config.block_size))
+    return {"padding": padding, "flights": flights}[scenario](executor, drive.Feeder(executor, executor.block))
 
 
 def padding(executor, feeder) -> bool:

