@@ -99,7 +99,13 @@ class Chunk(NamedTuple):
 
 
 def units(value: Any) -> int:
+    """Units of a piece; an empty text has none."""
     return len(value) if isinstance(value, np.ndarray) else int(value != "")
+
+
+def size_of(value: Any) -> int:
+    """What a gathered piece counts for: an array's bytes, else its characters as text."""
+    return value.nbytes if isinstance(value, np.ndarray) else len(str(value))
 
 
 def join(pieces: list[Any]) -> Any:

@@ -11,10 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from slipstream.errors import BadRequest, EngineDown, SlipstreamError
-from slipstream.graph.chunks import join, units
+from slipstream.graph.chunks import join, size_of, units
 from slipstream.graph.messages import Abort, Done, Failed, Feed, Forget, FromGroup, Open, Piece, Stop, Stored, ToGroup, Took
 from slipstream.graph.model import Edge, Model, Stream
 from slipstream.graph.plan import Plan, make_plan
@@ -114,7 +112,7 @@ class Run:
         pieces = self._gathered.setdefault(port, [])
         if value is not None and units(value):
             pieces.append(value)
-            self._sizes[port] = self._sizes.get(port, 0) + (value.nbytes if isinstance(value, np.ndarray) else len(str(value)))
+            self._sizes[port] = self._sizes.get(port, 0) + size_of(value)
         if self._sizes.get(port, 0) > MAX_GATHERED:
             raise BadRequest(f"input {port} is larger than {MAX_GATHERED} bytes", port, 413)
         if last:

@@ -14,6 +14,7 @@ from slipstream.graph.chunks import join
 from slipstream.graph.conductor import Group
 from slipstream.graph.messages import (
     INLINE,
+    ROOM_WAIT,
     Abort,
     Done,
     Failed,
@@ -33,8 +34,6 @@ from slipstream.graph.model import Edge, Model
 from slipstream.graph.plan import Plan, make_plan
 from slipstream.graph.work import Work
 from slipstream.transport.base import Transport, TransportError, TransportFull
-
-ROOM_WAIT = 30.0  # seconds that a piece waits for room in the transport before its request is ended
 
 
 class LocalGroup:
@@ -64,7 +63,8 @@ class LocalGroup:
         self._pumping = False
         taken = self.work.take()
         if taken:
-            self.work.settle(*taken, self.work.run(*taken))
+            name, rows = taken
+            self.work.settle(rows, self.work.run(name, rows))
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
         effects, self.work.effects = self.work.effects, []

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 INLINE = 4096
+ROOM_WAIT = 30.0  # seconds that a value waits for room in the transport before its request fails
 _LENGTH = struct.Struct("<I")
 _ID = struct.Struct("<q")
 
@@ -61,7 +62,6 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     """A process of the transport is gone; what it held is released."""
 
     peer: int
-    id: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, eq=False):
@@ -75,6 +75,8 @@ class Piece(msgspec.Struct, frozen=True, tag=True, eq=False):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
+    """The group has no more of the request."""
+
     id: int
 
 
@@ -87,7 +89,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     status: int = 500
 
 
-ToGroup = Open | Feed | Stop | Abort | Took | Forget
+ToWork = Open | Feed | Stop | Abort | Took  # about one request
+ToGroup = ToWork | Forget
 FromGroup = Piece | Took | Done | Failed
 
 

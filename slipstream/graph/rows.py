@@ -24,17 +24,15 @@ class Row:
 
 @dataclass(eq=False)
 class Result:
-    """What a step made of a row. `outputs`: values by port, absent or None where there is none. `again`: step this row again
-    without new input. `done`: the row has ended. `error`: the request ends with this message; `refused`: its content is at
-    fault."""
+    """What a step made of a row."""
 
-    outputs: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)  # by port; absent or None where there is nothing
     state: Any = None
     branches: list[Any] | None = None  # the states of a forked row; `state` is not read then
-    again: bool = False
-    done: bool = False
-    error: str | None = None
-    refused: bool = False
+    again: bool = False  # step this row again without new input
+    done: bool = False  # the row has ended
+    error: str | None = None  # the request ends with this message
+    refused: bool = False  # and its content is at fault
 
 
 StepFunction = Callable[[Sequence[Row]], Sequence[Result]]
@@ -61,12 +59,14 @@ class Job:
 
 @dataclass(eq=False)
 class Request:
+    """A group's part of one request."""
+
     id: int
     plan: Plan
     params: dict[str, Any]
     jobs: dict[str, Job]
     credit: dict[int, int]  # by link: pieces of a stream that may still be sent
     gathered: dict[int, list[Any]] = field(default_factory=dict)  # by link: pieces of an Edge
-    sizes: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)  # by link: of the pieces gathered, see `chunks.size_of`
     turns: dict[int, int] = field(default_factory=dict)  # by link: pieces that a loop has fed
     closed: set[int] = field(default_factory=set)  # loops that have ended

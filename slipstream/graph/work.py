@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import BadRequest
-from slipstream.graph.chunks import Chunk, Cutter, join
-from slipstream.graph.messages import Abort, Done, Failed, Feed, FromGroup, Open, Piece, Stop, ToGroup, Took
+from slipstream.graph.chunks import Chunk, Cutter, join, size_of
+from slipstream.graph.messages import Abort, Done, Failed, Feed, FromGroup, Open, Piece, Stop, Took, ToWork
 from slipstream.graph.model import Component, Edge, Loop, Model, Stream, policy_of
 from slipstream.graph.plan import make_plan
 from slipstream.graph.rows import Job, Request, Result, Row, StepFunction
@@ -34,9 +34,9 @@ class Work:
         self._names = frozenset(components)
         self._ready: dict[str, deque[Job]] = {name: deque() for name in components}
 
-    # -- messages ------------------------------------------------------------------------------------------------------
+    # --- messages
 
-    def on(self, message: ToGroup) -> None:
+    def on(self, message: ToWork) -> None:
         if isinstance(message, Open):
             return self._open(message)
         request = self.requests.get(message.id)
@@ -129,7 +129,7 @@ class Work:
             else:
                 self.effects.append(Took(request.id, link, count))
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # --- steps
 
     def _queue(self, job: Job) -> None:
         if not job.queued and self._steppable(job):
@@ -200,7 +200,7 @@ class Work:
                 return [Result(error=str(e), refused=True) for _ in rows]
             return [Result(error=f"{type(e).__name__}: {e}") for _ in rows]
 
-    def settle(self, name: str, rows: Sequence[Row], results: Sequence[Result]) -> None:
+    def settle(self, rows: Sequence[Row], results: Sequence[Result]) -> None:
         """Applies a step. Each row is routed by its own walk; rows whose job has ended meanwhile are thrown away."""
         for row, result in zip(rows, results, strict=True):
             job = row.job
@@ -252,9 +252,7 @@ class Work:
                     self._turn(job, i, link, value, result)
                 elif isinstance(link, Edge):
                     request.gathered.setdefault(i, []).append(value)
-                    size = request.sizes[i] = request.sizes.get(i, 0) + (
-                        value.nbytes if isinstance(value, np.ndarray) else len(str(value))
-                    )
+                    size = request.sizes[i] = request.sizes.get(i, 0) + size_of(value)
                     if size > MAX_GATHERED:
                         self._fail(job, f"edge {link.source} -> {link.target} gathered more than {MAX_GATHERED} bytes")
                         return False
@@ -292,7 +290,7 @@ class Work:
         else:
             self.effects.append(Piece(request.id, i, value, last, name))
 
-    # -- ends ----------------------------------------------------------------------------------------------------------
+    # --- ends
 
     def _advance(self, job: Job) -> None:
         """Queues a job that can step; ends one that never will."""

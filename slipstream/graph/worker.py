@@ -19,7 +19,20 @@ import msgspec
 import numpy as np
 
 from slipstream.errors import ConfigError, ModelError
-from slipstream.graph.messages import INLINE, Done, Failed, Feed, Forget, Frames, Piece, Stored, ToGroup, encode, with_value
+from slipstream.graph.messages import (
+    INLINE,
+    ROOM_WAIT,
+    Done,
+    Failed,
+    Feed,
+    Forget,
+    Frames,
+    Piece,
+    Stored,
+    ToGroup,
+    encode,
+    with_value,
+)
 from slipstream.graph.model import Model
 from slipstream.graph.placement import resolve
 from slipstream.graph.rows import Row
@@ -30,7 +43,6 @@ from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
 
-ROOM_WAIT = 30.0  # seconds that a piece waits for room before its request fails
 FRONT = 0  # the conductor's peer number
 
 
@@ -114,7 +126,7 @@ class Worker:
         self.steps += 1
         self.board.set("launched_ns", begun)
         self.board.set("launched", self.steps)
-        self.work.settle(name, rows, self.work.run(name, rows))
+        self.work.settle(rows, self.work.run(name, rows))
         ended = time.monotonic_ns()
         for word in ("arrived", "settled"):
             self.board.set(word, self.steps)

@@ -61,7 +61,8 @@ def drive(work: Work, limit=10_000):
         taken = work.take()
         if taken is None:
             return
-        work.settle(*taken, work.run(*taken))
+        name, rows = taken
+        work.settle(rows, work.run(name, rows))
     raise AssertionError("the work never ends")
 
 
