@@ -60,6 +60,7 @@ def depths(model: Model) -> dict[str, int]:
 
 
 def lay_out(model: Model, placement: Placement) -> Drawing:
+    """Where everything stands, in pixels of the SVG."""
     columns: dict[int, list[str]] = {}
     for name, depth in depths(model).items():
         columns.setdefault(depth, []).append(name)

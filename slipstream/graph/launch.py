@@ -47,7 +47,7 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
     place = placement.groups[placement.group_of(language)]
     own = placement.settings.get(language, {})
     if unknown := sorted(set(own) - {"weights", "dtype"}):
-        raise ConfigError(f"settings: {language}: {unknown[0]} is not had; weights and dtype are")
+        raise ConfigError(f"settings: {language}: a language model has no {unknown[0]}; it has weights and dtype")
     dtype = own.get("dtype", "auto") if engine.dtype == "auto" else engine.dtype
     engine = dataclasses.replace(engine, model=own.get("weights", engine.model), dtype=dtype)
     if place.tensor_parallel_size != 1:

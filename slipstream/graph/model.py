@@ -3,6 +3,8 @@
 A place is written "component.port". In a walk, "in.NAME" is what the client gives and "out.NAME" what it gets.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -90,6 +92,8 @@ class Fork:
 
 @dataclass(frozen=True)
 class Walk:
+    """One way of requests through a model. `components` are in the order in which the links name them."""
+
     name: str
     links: tuple[Link, ...]
     forks: tuple[Fork, ...] = ()
@@ -107,6 +111,8 @@ class Walk:
 
 @dataclass(frozen=True)
 class Model:
+    """What an author of a composite model writes; `check` says whether it can run."""
+
     name: str
     components: tuple[Component, ...]
     walks: tuple[Walk, ...]
@@ -122,6 +128,7 @@ class Model:
 
 
 def policy_of(link: Link) -> Policy:
+    """How what a link carries is cut for its consumer."""
     match link:
         case Stream(policy=policy):
             return policy
@@ -133,13 +140,17 @@ def policy_of(link: Link) -> Policy:
 def check(model: Model) -> None:
     """Raises ConfigError, naming component and edge, for a model that could not run. Called at start, before anything loads."""
     if len(model.by_name) != len(model.components):
-        raise ConfigError(f"model {model.name}: two components have one name")
+        raise ConfigError(f"model {model.name}: two components have one name, {_repeated(c.name for c in model.components)}")
     for component in model.components:
         _check_component(component)
     if len(model.walk_by_name) != len(model.walks):
-        raise ConfigError(f"model {model.name}: two walks have one name")
+        raise ConfigError(f"model {model.name}: two walks have one name, {_repeated(w.name for w in model.walks)}")
     for walk in model.walks:
         _check_walk(model, walk)
+
+
+def _repeated(names: Iterable[str]) -> str:
+    return next(name for name, count in Counter(names).items() if count > 1)
 
 
 def _check_component(c: Component) -> None:
@@ -150,11 +161,13 @@ def _check_component(c: Component) -> None:
     if not c.inputs or not c.outputs:
         raise ConfigError(f"component {c.name}: it needs an input and an output")
     for port, p in c.inputs.items():
-        if p.kind not in KINDS or p.takes not in TAKES:
-            raise ConfigError(f"component {c.name}: input {port} carries {p.kind!r} and takes {p.takes!r}")
+        if p.kind not in KINDS:
+            raise ConfigError(f"component {c.name}: input {port} carries {p.kind!r}, which is not one of {', '.join(KINDS)}")
+        if p.takes not in TAKES:
+            raise ConfigError(f"component {c.name}: input {port} takes {p.takes!r}, which is not one of {', '.join(TAKES)}")
     for port, kind in c.outputs.items():
         if kind not in KINDS:
-            raise ConfigError(f"component {c.name}: output {port} carries {kind!r}")
+            raise ConfigError(f"component {c.name}: output {port} carries {kind!r}, which is not one of {', '.join(KINDS)}")
     if c.max_rows < 1:
         raise ConfigError(f"component {c.name}: max_rows must be at least 1")
     if bool(c.step) == (c.role == "language_model"):
@@ -186,8 +199,6 @@ def _check_walk(model: Model, walk: Walk) -> None:
     for fork in walk.forks:
         if fork.component not in walk.components or fork.branches < 2:
             raise ConfigError(f"walk {walk.name}: fork of {fork.component}: no such component here, or fewer than 2 branches")
-        if not walk.ports("out"):
-            break
     if not walk.ports("in") or not walk.ports("out"):
         raise ConfigError(f"walk {walk.name}: it needs an edge from in. and one to out.")
 

@@ -65,7 +65,7 @@ def load(name: str) -> tuple[Placement, Model]:
         raise ConfigError(f"{name}: {e}") from None
     model = resolve(placement.model)
     if not isinstance(model, Model):
-        raise ConfigError(f"{name}: {placement.model} is no model")
+        raise ConfigError(f"{name}: {placement.model} is no model; name a slipstream.graph.model.Model as package.module:NAME")
     check(model)
     check_placement(placement, model)
     return placement, model
@@ -93,10 +93,10 @@ def check_placement(p: Placement, model: Model) -> None:
         if c.role == "function" and c.name in held:
             raise ConfigError(f"group {held[c.name]}: component {c.name} is a function; it runs beside the front end")
         if c.role != "function" and c.name not in held:
-            raise ConfigError(f"component {c.name} is placed on no group")
+            raise ConfigError(f"component {c.name} is placed on no group; name it in the components of one")
     for name in p.settings:
         if name not in model.by_name:
-            raise ConfigError(f"settings: model {model.name} has no component {name}")
+            raise ConfigError(f"settings: model {model.name} has no component {name}; it has {', '.join(model.by_name)}")
     for walk in model.walks:
         for link in walk.links:
             source, target = link.source.split(".")[0], link.target.split(".")[0]
@@ -110,9 +110,11 @@ def check_placement(p: Placement, model: Model) -> None:
 def _check_group(p: Placement, model: Model, name: str, group: GroupPlace) -> None:
     for component in group.components:
         if component not in model.by_name:
-            raise ConfigError(f"group {name}: model {model.name} has no component {component}")
+            raise ConfigError(
+                f"group {name}: model {model.name} has no component {component}; it has {', '.join(model.by_name)}"
+            )
     if not group.components:
-        raise ConfigError(f"group {name}: it holds no component")
+        raise ConfigError(f"group {name}: it holds no component; name one at least")
     parts = [model.by_name[c] for c in group.components]
     decoders = [c for c in parts if c.role in ("autoregressive", "language_model")]
     slow = next((c for c in parts if c not in decoders and c.step_ms > p.target_itl_ms), None)
