@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.log.batch import Outcome
 from slipstream.log.pages import page_keys
-from slipstream.log.state import ENDED, PREEMPTED, Ended, Flight, ReplicaState
+from slipstream.log.state import ENDED, PREEMPTED, Ended, ReplicaState
 
 
 class Settled(NamedTuple):
@@ -41,7 +41,7 @@ def settle(state: ReplicaState, outcome: Outcome) -> Settled:
         slots, tokens = slots[columns], tokens[columns]
     ended: list[Ended] = []
     if outcome.errors:
-        slots, tokens, columns, ended = _set_failed_apart(state, flight, outcome, slots, tokens, columns)
+        slots, tokens, columns, ended = _set_failed_apart(state, outcome, slots, tokens, columns)
     at = state.committed[slots]
     after = at + 1
     state.tokens[slots, at] = tokens
@@ -67,7 +67,7 @@ def settle(state: ReplicaState, outcome: Outcome) -> Settled:
 
 
 def _set_failed_apart(
-    state: ReplicaState, flight: Flight, outcome: Outcome, slots: np.ndarray, tokens: np.ndarray, columns: np.ndarray | None
+    state: ReplicaState, outcome: Outcome, slots: np.ndarray, tokens: np.ndarray, columns: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Ended]]:
     """Ends the requests whose rows failed by themselves; returns the other rows' slots, tokens and columns, and who ended."""
     columns = np.arange(len(slots)) if columns is None else columns

@@ -16,9 +16,9 @@ from slipstream.log.request import Request
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.queue import Queue, Waiting
 
-LOOKAHEAD = 8  # waiting requests considered behind a head that does not fit
+LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
-PREFILLING = 8  # prompts that are cut at the same time, beyond what one step takes whole
+PREFILLING = 8  # prompts under way at which no more join, unless a step has room for all that is left of them
 
 
 @dataclass
@@ -34,6 +34,8 @@ class Plan:
 
 @dataclass
 class Counters:
+    """Since the start; the first two in tokens of prompts that joined."""
+
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

@@ -26,7 +26,10 @@ class Waiting:
 
 @dataclass
 class Queue:
-    """A priority queue with removal by id. All operations are O(log n)."""
+    """A priority queue with removal by id. What a step does with it is O(log n): who is removed leaves the heap at its head.
+
+    `limit` is kept by the leader, which also counts those whose grammar is being compiled.
+    """
 
     limit: int
     _heap: list[tuple[tuple[float, int], int]] = field(default_factory=list[tuple[tuple[float, int], int]])
@@ -35,10 +38,6 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    @property
-    def full(self) -> bool:
-        return len(self._by_id) >= self.limit
 
     def push(self, request: Request, now: float) -> Waiting:
         waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)))
@@ -65,6 +64,7 @@ class Queue:
         return out
 
     def all(self) -> list[Waiting]:
+        """Everyone, in order; for the checker, it costs a sort."""
         return sorted(self._by_id.values(), key=lambda w: w.order)
 
     def copy(self) -> "Queue":
