@@ -6,7 +6,6 @@ sleeping reader. A message is delivered whole or the writer learns that the read
 
 import mmap
 import os
-import select
 import struct
 import time
 
@@ -76,14 +75,6 @@ class Ring:
         self._at += (4 + length + 7) // 8 * 8
         self._words[64 // 8] = self._at
         return message
-
-
-def wait_for(*descriptors: int, timeout: float) -> list[int]:
-    """Descriptors that became readable within `timeout` seconds."""
-    poller = select.poll()
-    for fd in descriptors:
-        poller.register(fd, select.POLLIN)
-    return [fd for fd, _ in poller.poll(timeout * 1e3)]
 
 
 class LeaderEnd:

@@ -13,9 +13,10 @@ from slipstream import config
 from slipstream.errors import Diverged, EngineDown
 from slipstream.log.entries import Body, Drop, Entry, Reply
 from slipstream.log.request import Request, Sampling
-from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring, wait_for
+from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.rank.group import Group, Spec
 from slipstream.rank.leader import MAX_GRAMMAR, WINDOW
+from tests.helpers.poll import wait_for
 from tests.helpers.server import ROOT, TINY
 from tests.helpers.toy_group import request
 
@@ -95,8 +96,9 @@ def test_ff14_the_descriptor_is_readable_whenever_a_message_is_unread(calls: lis
 
 READER = """
 import os, sys
-from slipstream.rank.channel import FollowerEnd, Ring, wait_for
+from slipstream.rank.channel import FollowerEnd, Ring
 from slipstream.log.entries import Body, Entry, Reply
+from tests.helpers.poll import wait_for
 a, b, c, d = map(int, sys.argv[1:])
 end = FollowerEnd(Ring(a, b), Ring(c, d))
 while True:

@@ -12,16 +12,16 @@ import zmq
 from slipstream.errors import ConfigError, Diverged, EngineDown
 from slipstream.log.entries import Body, Entry, Prepared, Reply
 from slipstream.rank import channel_tcp
-from slipstream.rank.channel import wait_for
 from slipstream.rank.channel_tcp import connect, serve_followers
+from tests.helpers.poll import wait_for
 from tests.helpers.server import ROOT
 from tests.helpers.toy_group import request
 
 FOLLOWER = """
 import sys, msgspec
 from slipstream.log.entries import Entry, Reply
-from slipstream.rank.channel import wait_for
 from slipstream.rank.channel_tcp import Address, connect
+from tests.helpers.poll import wait_for
 end = connect(msgspec.json.decode(sys.argv[1], type=Address), int(sys.argv[2]))
 while True:
     assert wait_for(*end.descriptors(), timeout=20)

@@ -4,8 +4,8 @@ import threading
 
 from slipstream.bell import Bell
 from slipstream.log.grammar import Matcher
-from slipstream.rank.channel import wait_for
 from slipstream.rank.compiler import Compiler
+from tests.helpers.poll import wait_for
 
 
 def refuse(grammar: bytes) -> Matcher:
