@@ -8,10 +8,7 @@ from typing import Any
 from slipstream.commands import remote
 from slipstream.errors import ConfigError
 
-COLORS = {
-    "plan": "#f59e0b", "publish": "#a855f7", "launch": "#10b981", "settle": "#ea580c", "apply": "#0891b2", "device": "#3b82f6",
-    "collective": "#db2777",
-}  # fmt: skip
+COLORS = {"plan": "#f59e0b", "publish": "#a855f7", "launch": "#10b981", "settle": "#ea580c", "device": "#3b82f6"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 STATES = ("absent", "starting", "ready", "failed")
-PHASES = ("idle", "plan", "publish", "launch", "settle", "device", "wait", "collective", "apply")
+PHASES = ("idle", "plan", "publish", "launch", "settle", "device", "wait")  # idle: the loop has not turned yet
 PHASE_ID = {name: i for i, name in enumerate(PHASES)}
 
 RING = 8192  # spans kept per ring, a power of two
@@ -68,7 +68,10 @@ class RankState:
 
 
 class Board:
-    """Shared by all processes of a server. Times are `time.monotonic_ns()`."""
+    """Shared by all processes of a server: a head of words and two rings of spans for each rank.
+
+    Times are `time.monotonic_ns()`.
+    """
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -96,6 +99,7 @@ class Board:
         return self._words[(block * _BLOCK + _OFFSET[name]) // 8]
 
     def state(self, block: int) -> RankState:
+        """What a rank's words say now; all zeros, and "absent", where there is none."""
         w = {name: self._word(block, name) for name in WORDS}
         return RankState(
             group=w["group"],

@@ -3,8 +3,8 @@
 
 const $ = (id) => document.getElementById(id);
 const COLORS = {
-  device: "#3d8bfd", plan: "#f0a202", publish: "#b07cf0", launch: "#2fb380", settle: "#e4572e", apply: "#17a2b8",
-  collective: "#d63384", wait: "#9aa5b566", "device idle": "#e03131",
+  device: "#3d8bfd", plan: "#f0a202", publish: "#b07cf0", launch: "#2fb380", settle: "#e4572e",
+  "device idle": "#e03131",
 };
 const messages = [];
 let key = sessionStorage.getItem("slipstream-key") || "";
