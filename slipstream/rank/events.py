@@ -79,7 +79,7 @@ class LaunchSample(NamedTuple):
 
     seq: int
     masks: dict[int, np.ndarray]  # slot -> uint32 bit mask of allowed ids
-    discarded: frozenset[int]  # slots that ended meanwhile
+    discarded: frozenset[int]  # slots that ended since the forward was queued: no mask for them, their tokens do not count
 
 
 class Answer(NamedTuple):

@@ -7,11 +7,13 @@ import msgspec
 
 from slipstream.rank.protocol import ToFront, ToLeader
 
-MAX_UNSENT = 64 << 20
+MAX_UNSENT = 64 << 20  # bytes
 _LENGTH = struct.Struct("<I")
 
 
 class FrontLink:
+    """Messages both ways, in order. `closed` once the front end is gone or was cut off; nothing is sent then."""
+
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
         self.sock = sock
@@ -31,6 +33,7 @@ class FrontLink:
 
     @property
     def blocked(self) -> bool:
+        """Whether something waits to be sent, so that the driver should watch for room."""
         return bool(self._unsent)
 
     def flush(self) -> None:

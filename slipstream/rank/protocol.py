@@ -1,7 +1,8 @@
-"""Messages between a front end and a group's leader, over one stream socket, as msgpack with a length prefix.
+"""Messages between processes, as msgpack: a front end's with a group's leader first, then the supervisor's with its children.
 
-The front end is the only sender of terminal events to clients; it must end each request exactly once,
-by `Finished`, by `Refused`, or by itself when the connection ends.
+A front end and a leader share one stream socket, with a length before each message. The front end is the only sender of
+terminal events to clients; it must end each request exactly once, by `Finished`, by `Refused`, or by itself when the
+connection ends.
 """
 
 import msgspec
@@ -117,8 +118,11 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Down(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor -> front end: a group is poisoned. Every unresolved request of it gets one terminal error (HTTP 500);
-    new requests get 503 with Retry-After until the next Attach."""
+    """Supervisor -> front end: a group is poisoned.
+
+    Every unresolved request of it gets one terminal error (HTTP 500); new requests get 503 with Retry-After until the next
+    Attach.
+    """
 
     group: int
     incarnation: int
@@ -144,8 +148,11 @@ ToSupervisor = Listening
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor -> rank, first. Descriptors: the board, the collective's memory, then the channel's (memory, event) pairs:
-    on the leader out and back for each follower, on a follower in and back."""
+    """Supervisor -> rank, first.
+
+    Descriptors: the board, the collective's memory, the channel's (memory, event) pairs (on the leader out and back for each
+    follower, on a follower in and back), then those of the group's `Spec`.
+    """
 
     engine: str  # EngineConfig as JSON
     model_path: str
