@@ -64,12 +64,17 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """One record of the log. Outcomes through entry `settled_to` are applied before the commands."""
+    """One record of the log. Outcomes through entry `settled_to` are applied before the commands.
+
+    `told` counts the messages of other kinds that were sent between the entry before and this one: by it a rank knows at once
+    of one that it has not had.
+    """
 
     seq: int
     settled_to: int
     commands: tuple[Command, ...] = ()
     step: Step | None = None
+    told: int = 0
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True, tag=11):

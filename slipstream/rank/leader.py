@@ -122,7 +122,7 @@ class Leader(Rank):
         elif request.grammar:
             self.preparing[request.id] = (request, {0, *self.replied})
             self.bodies[request.id] = request
-            yield Send(Body(request))
+            yield self.tell(Body(request))
             yield Prepare(request.id, request.grammar)
         else:
             self.planner.submit(request, self.now)
@@ -144,7 +144,7 @@ class Leader(Rank):
         del self.preparing[id]
         self.bodies.pop(id, None)
         self.compiled.pop(id, None)
-        yield Send(Forget(id))
+        yield self.tell(Forget(id))
 
     def prepared(self, event: Compiled) -> Iterator[Effect]:
         for effect in super().prepared(event):
@@ -159,8 +159,13 @@ class Leader(Rank):
         elif event.id in self.bodies:
             self.bodies.pop(event.id)
             self.compiled.pop(event.id, None)
-            yield Send(Forget(event.id))
+            yield self.tell(Forget(event.id))
         yield Tell(Finished(event.id, "abort"))
+
+    def tell(self, message: Body | Forget) -> Send:
+        """Sends what is no entry; the next entry counts it."""
+        self.told += 1
+        return Send(message)
 
     # --- settle
 
@@ -231,15 +236,16 @@ class Leader(Rank):
 
     def write(self, plan: Plan) -> Iterator[Effect]:
         """Publishes the next entry and does the leader's own part of it."""
-        entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step)
-        self.next += 1
-        self.marked = entry.settled_to
-        self.written_at = self.now
         for request in plan.admitted:
             if request.grammar:
                 del self.bodies[request.id]  # followers have had theirs since it was prepared
             else:
-                yield Send(Body(request))
+                yield self.tell(Body(request))
+        entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step, self.told)
+        self.next += 1
+        self.told = 0
+        self.marked = entry.settled_to
+        self.written_at = self.now
         yield Send(entry)
         yield Span("publish", entry.seq)
         yield from self.calls()

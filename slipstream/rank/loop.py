@@ -15,6 +15,7 @@ Serial and asynchronous scheduling differ only in how many steps may be in fligh
 from collections import deque
 from collections.abc import Iterator
 
+from slipstream.errors import Diverged
 from slipstream.log.batch import Batch, Outcome
 from slipstream.log.entries import LATE_SAMPLE, Admit, Body, Drop, Entry, Forget, Prepared, Reply
 from slipstream.log.grammar import Matcher
@@ -46,23 +47,38 @@ class Rank:
         self.compiled: dict[int, Matcher] = {}  # grammars of those, by request id
         self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None  # forward is queued, sampling waits for the second mark
         self.applied = -1
+        self.received = -1  # the last entry that came
+        self.told = 0  # messages of other kinds since then; on a leader, that it has sent
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
         """Takes one event and yields what to do about it. `now` (seconds) matters to a leader only."""
         if isinstance(event, Entry):
-            self.entries.append(event)
+            self.receive(event)
         elif isinstance(event, Body):
+            self.told += 1
             self.bodies[event.request.id] = event.request
             if event.request.grammar:
                 yield Prepare(event.request.id, event.request.grammar)
         elif isinstance(event, Compiled):
             yield from self.prepared(event)
         elif isinstance(event, Forget):
+            self.told += 1
             self.bodies.pop(event.id, None)
             self.compiled.pop(event.id, None)
         elif isinstance(event, Arrived):
             self.outcomes.append(event.outcome)
         yield from self.advance()
+
+    def receive(self, entry: Entry) -> None:
+        """Takes an entry in. Raises Diverged where a message before it is missing: nothing else would tell of some of them."""
+        if entry.seq != self.received + 1:
+            text = f"rank {self.rank} was sent entry {entry.seq} where {self.received + 1} was due"
+            raise Diverged(text, self.rank, entry.seq)
+        if entry.told != self.told:
+            text = f"rank {self.rank} has had {self.told} bodies and forgets of the {entry.told} sent before entry {entry.seq}"
+            raise Diverged(text, self.rank, entry.seq)
+        self.entries.append(entry)
+        self.received, self.told = entry.seq, 0
 
     def advance(self) -> Iterator[Effect]:
         """Applies entries in order, as far as the outcomes that they name have arrived."""
@@ -200,4 +216,5 @@ class Rank:
             tuple(self.compiled),
             self.late and (self.late[0], self.late[2]),
             self.applied,
+            self.told,
         )

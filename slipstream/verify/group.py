@@ -153,7 +153,7 @@ class Group:
         if isinstance(message, Entry):
             self.run.wrote(message)
             loss = "lose_entry"
-        elif isinstance(message, Body) and not message.request.grammar:
+        elif isinstance(message, Body):
             loss = "lose_body"
         for i in range(1, self.size):
             if loss and self.faults and self.hits(loss, i):

@@ -35,6 +35,10 @@ class CancelRank(Rank):
         else:
             yield from super().on(event, now)
 
+    def receive(self, entry: Entry) -> None:
+        """An entry that was taken back comes again, with something else in it."""
+        self.entries.append(entry)
+
 
 class CancelLeader(Leader):
     """Publishes the next step and holds its own launch back: where the running step ends a request, it takes the entry back."""
