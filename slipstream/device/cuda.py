@@ -37,7 +37,7 @@ from slipstream.rank.board import BoardWriter
 
 BLOCK = 64  # tokens of a page unless the user says otherwise: what the copy engine brings in one piece (`ops.triton_ops.TILE`)
 DEPTH = 8  # places of the outcome ring, and launches that may be in flight
-_MEETING_TIMEOUT = 120.0
+_MEETING_TIMEOUT = 120.0  # seconds that the ranks of a group may take to find each other
 
 
 class OnDevice:
@@ -176,7 +176,7 @@ class CudaExecutor:
         )  # fmt: skip
         self._ends = itertools.cycle([torch.cuda.Event(enable_timing=True) for _ in range(2 * DEPTH)])
         self._plain = np.ones(slots, bool)
-        self._resident: tuple[np.ndarray, int] | None = None  # the rows that the device's columns hold
+        self._resident: tuple[np.ndarray, bool] | None = None  # the decode rows that the device holds; whether all are plain
         self._pending: tuple[Flight, Batch] | None = None
 
     # --- the work of a step, captured or not
@@ -248,7 +248,7 @@ class CudaExecutor:
         assert bucket is not None
         if self._resident is None or self._resident[0] is not batch.slots:
             self.inputs.upload_slots(batch.slots, bucket, self.nobody, flight.buffers)
-            self._resident = batch.slots, int(self._plain[batch.slots].all())
+            self._resident = batch.slots, bool(self._plain[batch.slots].all())
         self._graphs.run("decode", bucket)
 
     def _launch_mixed(self, batch: Batch, flight: Flight) -> None:
@@ -270,7 +270,7 @@ class CudaExecutor:
         (flight, batch), self._pending = self._pending, None
         assert flight.seq == seq
         if self._resident is not None:
-            flight.samples, plain = len(batch.slots), bool(self._resident[1])
+            flight.samples, plain = len(batch.slots), self._resident[1]
         else:
             slots = batch.slots[batch.samples]
             flight.samples, plain = len(slots), bool(self._plain[slots].all())

@@ -1,7 +1,7 @@
 """The one interface between a rank's machine and its device.
 
 A device is one in-order stream: what is queued runs in the order of the calls, and nothing queued is ever cancelled.
-All calls return without waiting for the device.
+All calls but `capacity` and `start` return without waiting for the device, and all come from one thread.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,16 @@ class StepFailed(Exception):
 
 
 class Executor(Protocol):
-    def capacity(self) -> Capacity: ...
+    """One rank's device, with its part of the model loaded. Its calls come in this order: capacity, start, all others."""
 
     copy_seconds: float  # how long a page takes to the host and back; known after `start`
 
+    def capacity(self) -> Capacity:
+        """What fits beside the weights and one largest step."""
+        ...
+
     def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
-        """Allocates pages 1..pages and slot tables, then warms up (compiles, captures). Called once, before any other call."""
+        """Allocates pages 1..pages and slot tables, then warms up (compiles, captures), with what the group agreed on."""
         ...
 
     def admit(self, slot: int, request: Request) -> None:
@@ -61,7 +65,10 @@ class Executor(Protocol):
         ...
 
     def launch_sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
-        """Queues the sampling of that step. masks: slot -> uint32 bit mask [ceil(vocab / 32)] of allowed ids."""
+        """Queues the sampling of that step. masks: slot -> uint32 bit mask [ceil(vocab / 32)] of allowed ids.
+
+        discarded: slots whose requests have ended meanwhile; what their rows give, if anything, is thrown away.
+        """
         ...
 
     def outcomes(self) -> list[Outcome]:
@@ -72,4 +79,6 @@ class Executor(Protocol):
         """A descriptor that is readable while outcomes wait, or None where the driver must poll."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the device's use. Nothing may be called after it."""
+        ...
