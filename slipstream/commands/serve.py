@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
         from slipstream.graph import launch
 
         return launch.run(engine, server)
-    from slipstream.rank import supervisor
+    from slipstream.rank.server import serve
     from slipstream.weights.pull import resolve_model
 
     path = resolve_model(engine.model, weights=engine.load_format != "dummy")
-    return supervisor.serve(engine, server, str(path))
+    return serve(engine, server, str(path))
 
 
 def _check(engine: config.EngineConfig, server: config.ServerConfig) -> None:

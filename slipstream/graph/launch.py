@@ -16,7 +16,7 @@ from slipstream.graph.model import Model
 from slipstream.graph.placement import Placement, load
 from slipstream.graph.worker import FRONT, WorkerSpec
 from slipstream.rank.group import Spec
-from slipstream.rank.supervisor import Others, serve
+from slipstream.rank.server import Others, serve
 from slipstream.transport.arena import Arena
 from slipstream.weights.pull import resolve_model
 

@@ -7,7 +7,7 @@ import sys
 
 from slipstream import config
 from slipstream.commands import serve
-from slipstream.rank import supervisor
+from slipstream.rank import server as production
 
 
 def main() -> int:
@@ -15,8 +15,8 @@ def main() -> int:
     serve.add_arguments(parser)
     engine, server = config.resolve(vars(parser.parse_args()), config.EngineConfig, config.ServerConfig)
     os.environ.setdefault("FAULT_FILE", os.path.join(os.environ["SLIPSTREAM_CACHE"], "fault.json"))
-    supervisor.Spec = functools.partial(supervisor.Spec, module="tests.faults.bad_worker")  # type: ignore[misc]
-    return supervisor.serve(engine, server, engine.model)
+    production.Spec = functools.partial(production.Spec, module="tests.faults.bad_worker")  # type: ignore[misc]
+    return production.serve(engine, server, engine.model)
 
 
 if __name__ == "__main__":
