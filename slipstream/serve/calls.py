@@ -30,10 +30,11 @@ class Form(NamedTuple):
     end: str
     key: str  # under which the prompt asks for the arguments; either name is read
     bare: bool
+    between: str  # two calls
 
 
-HERMES = Form("<tool_call>", "</tool_call>", "arguments", False)
-LLAMA3 = Form("<|python_tag|>", "", "parameters", True)
+HERMES = Form("<tool_call>", "</tool_call>", "arguments", False, "\n")
+LLAMA3 = Form("<|python_tag|>", "", "parameters", True, "; ")
 FORMS = {"hermes": HERMES, "llama3": LLAMA3}
 
 

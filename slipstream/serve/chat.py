@@ -5,7 +5,7 @@ from slipstream.serve.dialect import Dialect
 from slipstream.serve.engine import Limits
 from slipstream.serve.params import Plan, make_plan
 from slipstream.serve.prompts import Prompt, chat_prompt
-from slipstream.serve.structured import Structure, of_schema
+from slipstream.serve.structured import Structure, of_parts, of_schema, structure_of
 from slipstream.serve.tools import choose
 from slipstream.weights.tokenizer import Tokenizer
 
@@ -16,6 +16,9 @@ def plan_chat(body: ChatBody, dialect: Dialect, tokenizer: Tokenizer, limits: Li
     bound = None
     if choice.schema is not None:  # what a schema cannot enforce is left to the model, unless a function says strict
         strict = any(tool.function.strict for tool in body.tools or ())
-        bound = Structure(of_schema(choice.schema, "tools", lenient=not strict), "tools")
+        calls, own = of_schema(choice.schema, "tools", lenient=not strict), structure_of(body)
+        bound = Structure(calls, "tools")
+        if choice.either and own is not None:  # the field named is the one whose schema is likelier to have been refused
+            bound = Structure(of_parts(choice.either, own.param, call=calls, answer=own.text), "tools" if strict else own.param)
     plan = make_plan(body, tokenizer, choice.reading, bound)
     return plan, [chat_prompt(body, plan, tokenizer, limits, choice.tools, dialect)]

@@ -21,6 +21,7 @@ class Dialect:
     thinking: str = "none"  # as `Reading.thinking`
     template_tools: bool = False  # whether the template itself shows tools and calls to the model
     keep: frozenset[int] = frozenset()  # special tokens that are markers
+    marks: frozenset[str] = frozenset()  # their texts
     template: str = ""
 
     def effort(self, effort: str | None, param: str) -> dict[str, Any]:
@@ -56,7 +57,8 @@ def detect(tokenizer: Tokenizer, config: ServerConfig) -> Dialect:
     if thinking == "auto":
         thinking = "qwen3" if END in source else "none"
     keep = frozenset(i for i in tokenizer.special_ids if tokenizer.token_text(i) in _MARKERS)
-    return Dialect(calls, thinking, shows_tools, keep, source)
+    marks = frozenset(map(tokenizer.token_text, keep))
+    return Dialect(calls, thinking, shows_tools, keep, marks, source)
 
 
 def left_by_prompt(ids: list[int], tokenizer: Tokenizer) -> str:

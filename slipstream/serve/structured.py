@@ -141,6 +141,12 @@ def of_grammar(text: str, param: str) -> str:
     return _check_size(json.dumps({"grammars": [{"lark_grammar": lark}]}), param)
 
 
+def of_parts(lark: str, param: str, **parts: str) -> str:
+    """A grammar in Lark's notation in which @name stands for the grammar (of one part, as the makers above give it) `name`."""
+    named = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
+    return _check_size(json.dumps({"grammars": [{"lark_grammar": lark}, *named]}), param)
+
+
 def _escaped(text: str) -> str:
     return re.sub(r"[^\w ]|_", lambda m: f"\\x{{{ord(m[0]):x}}}", text)
 

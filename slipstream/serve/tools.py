@@ -1,12 +1,13 @@
 """What a request says of tools: checked, and turned into what is looked for and into the schema that bounds forced calls."""
 
+import json
 from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.errors import BadRequest
 from slipstream.serve.bodies import ChatBody, NamedChoice, Tool
-from slipstream.serve.calls import FORMS
+from slipstream.serve.calls import FORMS, Form
 from slipstream.serve.dialect import Dialect
 from slipstream.serve.reader import Reading
 
@@ -24,11 +25,12 @@ _OPEN = {
 
 
 class Choice(NamedTuple):
-    """`tools` go to the template; with a `schema`, the answer must be calls that fit it."""
+    """`tools` go to the template; with a `schema`, the answer must be calls that fit it: all of it, or by `either`."""
 
     tools: list[dict[str, Any]] | None
     reading: Reading | None
     schema: dict[str, Any] | None
+    either: str = ""  # Lark of an answer that is calls (one is @call, which has the schema) or what else binds it (@answer)
 
 
 def choose(body: ChatBody, dialect: Dialect) -> Choice:
@@ -52,13 +54,14 @@ def choose(body: ChatBody, dialect: Dialect) -> Choice:
         raise BadRequest(
             f"tools: reading this model's tool calls {why}; start with --tool-call-parser hermes or llama3", "tools"
         )
-    if bound:
-        raise BadRequest("tools: not together with response_format, except with tool_choice none", "tools")
     parallel = body.parallel_tool_calls is not False
-    if choice == "auto":
+    if choice == "auto" and not bound:
         return Choice(tools, Reading(dialect.thinking, dialect.calls, frozenset(names), parallel, dialect.keep), None)
     key = FORMS[dialect.calls].key if dialect.calls in FORMS else "arguments"
     wanted = [t["function"] for t in tools if named in (None, t["function"]["name"])]
+    if choice == "auto":
+        reading = Reading("none", dialect.calls, frozenset(names), parallel, dialect.keep)
+        return Choice(tools, reading, calls_schema(wanted, key, False), either(FORMS[dialect.calls], dialect.marks, parallel))
     schema = calls_schema(wanted, key, parallel and named is None)
     return Choice(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), schema)
 
@@ -92,6 +95,14 @@ def check_parameters(schema: dict[str, Any] | None, where: str) -> None:
         raise BadRequest(f"{where}.properties: must be an object of schemas", where)
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise BadRequest(f"{where}.required: must be a list of names", where)
+
+
+def either(form: Form, special: frozenset[str], several: bool) -> str:
+    """Lark for @answer, or for calls in the form. special: markers that are special tokens, which Lark names without quotes."""
+    start, end = (mark if mark in special else json.dumps(mark) for mark in (form.start, form.end))
+    one = f"({start})? @call" if form.bare else f'{start} ("\\n")? @call ("\\n")? {end}'
+    more = f" ({json.dumps(form.between)} one){{0,{MAX_CALLS - 1}}}" if several else ""
+    return f"start: @answer | one{more}\none: {one}\n"
 
 
 def calls_schema(functions: list[dict[str, Any]], key: str, several: bool) -> dict[str, Any]:

@@ -4,13 +4,19 @@ import dataclasses
 import json
 from array import array
 
+import msgspec
 import openai
 import pytest
 
 from slipstream.config import ServerConfig
+from slipstream.ops.grammar import Maker, Vocabulary
+from slipstream.serve.bodies import ChatBody
+from slipstream.serve.calls import FORMS
+from slipstream.serve.chat import plan_chat
 from slipstream.serve.dialect import PLAIN, Dialect, detect
+from slipstream.serve.engine import Limits
 from slipstream.serve.tools import calls_schema
-from tests.serve.fake import EOS, Script, wait_for
+from tests.serve.fake import EOS, FakeTokenizer, Script, wait_for
 from tests.serve.test_chat import prompt_of
 
 WEATHER = {
@@ -104,6 +110,57 @@ def test_a_forced_call_is_bound_by_a_grammar_and_streams_its_arguments(roomy, ch
     assert json.loads("".join(d["function"]["arguments"] for d in deltas)) == {"city": "Paris"}
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object", "required": ["n"]}}}
+
+
+def test_with_a_format_the_answer_is_calls_or_fits_it(roomy):
+    """What agents send that have both tools and a type of output."""
+    for text, calls in ((CALL + "\n" + CALL, 2), ('{"n": 1}', 0)):
+        roomy.script = script(text)
+        choice = roomy.chat("weather?", tools=[WEATHER], response_format=FORMAT).json()["choices"][0]
+        assert len(choice["message"].get("tool_calls", ())) == calls and roomy.leader.requests[-1].grammar
+        assert choice["message"]["content"] == (None if calls else text)
+    roomy.script = script(BOUND)
+    forced = roomy.chat("weather?", tools=[WEATHER], response_format=FORMAT, tool_choice="required").json()["choices"][0]
+    assert forced["finish_reason"] == "tool_calls"
+    bad = {"type": "json_schema", "json_schema": {"name": "n"}}
+    for choice in ("auto", "required"):
+        answer = roomy.chat("weather?", tools=[WEATHER], response_format=bad, tool_choice=choice)
+        assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("response_format.json_schema")
+
+
+@pytest.mark.parametrize("form, special", [("hermes", ()), ("hermes", (256, 257)), ("llama3", (256,))])
+@pytest.mark.parametrize("several", [True, False])
+def test_the_grammar_of_a_format_beside_tools_lets_through_what_the_model_writes(form, special, several):
+    """Markers may be special tokens or plain text."""
+    names = {i: m for i, m in zip(special, (FORMS[form].start, FORMS[form].end), strict=False)}
+    dialect = Dialect(form, "none", True, frozenset(special), frozenset(names.values()))
+    tokens = [bytes([i]) for i in range(256)] + [names.get(i, f"<{i}>").encode() for i in (256, 257)] + [b"<end>"]
+    make = Maker(Vocabulary(tokens, [256, 257, 258], [258], 259))
+    asked = {"tools": [WEATHER], "response_format": FORMAT, "parallel_tool_calls": several}
+    body = msgspec.convert({"messages": [{"role": "user", "content": "?"}], **asked}, ChatBody)
+    plan, _ = plan_chat(body, dialect, FakeTokenizer(), Limits(4096, 1, 1))
+
+    def ends(text: str) -> bool | None:
+        """Whether an answer of this text may end; None where it may not even be written."""
+        for id, mark in names.items():
+            text = text.replace(mark, chr(id))
+        ids = [id for c in text for id in ([ord(c)] if ord(c) in names else c.encode())]
+        matcher = make(plan.grammar)
+        for id in ids:
+            if not matcher.mask()[id // 32] >> id % 32 & 1:
+                return None
+            matcher.accept(id)
+        return bool(matcher.mask()[258 // 32] >> 258 % 32 & 1)
+
+    f = FORMS[form]
+    call = f.start + BOUND.replace("arguments", f.key) + f.end
+    assert ends('{"n": 1}') is True and ends('{"n": 1') is False and ends("Hello") is None
+    assert ends(call) is True and ends(call[:-1]) is not True
+    assert ends(call + f.between + call) is (True if several else None)
+    assert ends(call.replace("get_weather", "get_money")) is None
+
+
 def test_with_none_the_model_does_not_hear_of_tools(roomy):
     roomy.script = script(CALL)
     choice = roomy.chat("x", tools=[WEATHER], tool_choice="none").json()["choices"][0]
@@ -121,7 +178,6 @@ def test_with_none_the_model_does_not_hear_of_tools(roomy):
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "tools"),
         ({"lora_request": {}}, "lora_request"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         (
