@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from slipstream.errors import BadRequest
-from slipstream.serve.bodies import ChatBody, FunctionName, Positive
+from slipstream.serve.bodies import MAX_STOPS, ChatBody, Count, FunctionName, Penalty, Positive, StopString, TokenId
 from slipstream.serve.errors import to_bad_request
 
 # what is called otherwise in the chat body, whose checks name it
@@ -19,7 +19,8 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 _SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "parallel_tool_calls", "priority", "cache_salt",
+    "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "parallel_tool_calls", "priority", "cache_salt",
     "chat_template_kwargs", "stream",
 )  # fmt: skip
 
@@ -83,6 +84,13 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

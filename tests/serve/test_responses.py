@@ -103,6 +103,19 @@ def test_forced_calls_and_formats_are_bound(client, roomy):
     assert r.output_text == '{"a": 1}' and roomy.leader.requests[-1].grammar
 
 
+def test_parameters_beyond_openai_s_reach_the_engine(roomy):
+    """As load generators send them."""
+    own = {"ignore_eos": True, "stop": None, "stop_token_ids": [9], "min_tokens": 2, "logit_bias": {"5": 2}}
+    r = roomy.client.post(
+        "/v1/responses", json={"input": "x", "max_output_tokens": 5, "presence_penalty": 0.5, "frequency_penalty": 0.25, **own}
+    )
+    s = roomy.leader.requests[-1].sampling
+    assert r.status_code == 200 and (s.stop_ids, s.min_tokens, s.logit_bias) == ((9,), 2, ((5, 2.0),))
+    assert (s.presence_penalty, s.frequency_penalty) == (0.5, 0.25)
+    r = roomy.client.post("/v1/responses", json={"input": "x", "stop": ["ll"]}).json()
+    assert r["status"] == "completed" and r["output"][0]["content"][0]["text"] == "he"
+
+
 def test_an_answer_that_was_cut_off_is_incomplete(client, roomy):
     r = client.responses.create(model="fake", input="x", max_output_tokens=3)
     assert r.status == "incomplete" and r.incomplete_details.reason == "max_output_tokens" and r.output_text == "hel"
