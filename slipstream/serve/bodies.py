@@ -88,12 +88,13 @@ class CompletionBody(Generate, kw_only=True):
     max_tokens: Count | None = None  # 0 is for `echo`: nothing but the prompt comes back
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # `n`: all that are made are given
     suffix: None = None
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
+    cache_control: dict[str, Any] | None = None  # Anthropic's, which clients of many servers send; whatever is alike is reused
 
 
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
@@ -140,6 +141,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same under its other name
     tool_call_id: str | None = None
+    cache_control: dict[str, Any] | None = None
     # what a client's own copy of an answer carries besides
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -160,13 +162,13 @@ class ChatBody(Generate, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    verbosity: Literal["medium"] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # OpenAI's, not had here: null or absent
     audio: None = None
     functions: None = None
     function_call: None = None
     prediction: None = None
-    verbosity: None = None
     web_search_options: None = None
 
 

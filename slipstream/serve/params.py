@@ -73,6 +73,8 @@ def make_plan(
         logprobs, echo, default = -1 if body.logprobs is None else body.logprobs, bool(body.echo), 16
         if max_tokens == 0 and not echo:
             raise BadRequest("max_tokens: must be at least 1, except with echo", "max_tokens")
+        if body.best_of not in (None, body.n or 1):
+            raise BadRequest("best_of: must equal n, all of whose choices are given", "best_of")
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise BadRequest("stream_options: only with stream=true", "stream_options")

@@ -4,6 +4,8 @@ from array import array
 
 from tests.serve.fake import EOS, START, Script
 
+CACHE = {"cache_control": {"type": "ephemeral"}}  # as clients write it that speak to Anthropic too
+
 
 def prompt_of(front) -> str:
     return bytes(b if b < 256 else 124 for b in array("i", front.leader.requests[-1].prompt)).decode()
@@ -28,8 +30,8 @@ def test_the_rest_of_the_context_is_the_default_length(front):
 
 def test_parts_roles_and_templates(front):
     messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "user", "content": "u"},
+        {"role": "developer", "content": [{"type": "text", "text": "a", **CACHE}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "u", **CACHE},
         {"role": "assistant", "content": "so far", "refusal": None, "annotations": []},
     ]
     r = front.client.post("/v1/chat/completions", json={"messages": messages, "continue_final_message": True})
@@ -68,6 +70,7 @@ def test_parameters_that_cannot_matter_are_accepted(front):
         service_tier="auto",
         response_format={"type": "text"},
         modalities=["text"],
+        verbosity="medium",
     )
     assert r.status_code == 200, r.text
     r = front.chat("x", tools=[], tool_choice="none", parallel_tool_calls=True)

@@ -55,6 +55,7 @@ def test_several_prompts_and_choices_come_in_order_and_draw_from_seed_and_choice
     assert [c["index"] for c in b["choices"]] == [0, 1, 2, 3]
     assert [c["text"] for c in b["choices"]] == ["pa0", "pa1", "pb0", "pb1"]
     assert {r.sampling.seed for r in front.leader.requests} == {5} and b["usage"]["prompt_tokens"] == 2
+    assert len(one(front, n=2, best_of=2)["choices"]) == 2
     one(front, prompt="a")
     one(front, prompt="a")
     assert front.leader.requests[-1].sampling.seed != front.leader.requests[-2].sampling.seed

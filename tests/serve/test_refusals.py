@@ -34,6 +34,7 @@ BAD = [
     (CHAT, {"min_p": 2}, "min_p"),
     (CHAT, {"n": 0}, "n"),
     (CHAT, {"n": 1000}, "n"),
+    (TEXT, {"best_of": 2}, "best_of"),
     (CHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     (CHAT, {"top_logprobs": 3}, "top_logprobs"),
     (CHAT, {"logprobs": 3}, "logprobs"),
