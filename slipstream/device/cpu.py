@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.bell import Bell
 from slipstream.config import EngineConfig
 from slipstream.device.cpu_memory import allocate_caches, default_pages, page_bytes, resolve_dtype, threads_per_rank
+from slipstream.device.cpu_threads import Crew
 from slipstream.device.executor import Batch, Capacity, Outcome, StepFailed
 from slipstream.device.tables import SlotTables
 from slipstream.errors import ConfigError
@@ -156,11 +157,11 @@ class CpuExecutor:
     # The worker thread's own; everything below runs there.
 
     def _run(self) -> None:
-        torch.set_num_threads(self.threads)
+        crew = Crew(self.threads)
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 try:
-                    work()
+                    crew.run(work)
                 except BaseException:
                     self._failure = traceback.format_exc()
                     self._bell.ring()

@@ -250,10 +250,13 @@ def child_environment() -> dict[str, str]:
 
 
 def rank_environment() -> dict[str, str]:
-    """A rank's: weights lie in huge pages where glibc can ask for them, which makes a CPU's step a seventh shorter.
+    """A rank's. What the caller has set stands.
 
-    glibc asks for them in its first arena only, so a rank has no other. What the caller has set stands.
+    Weights lie in huge pages where glibc can ask for them, which makes a CPU's step a seventh shorter; glibc asks for them in
+    its first arena only, so a rank has no other. Threads that wait for each other sleep soon (`device.cpu_threads` says why):
+    by itself PyTorch's OpenMP spins for milliseconds.
     """
     environment = child_environment()
     environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1")
+    environment.setdefault("GOMP_SPINCOUNT", "5000")
     return environment

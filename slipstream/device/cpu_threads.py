@@ -1,0 +1,76 @@
+"""How many threads a step on the CPU gets: all that the rank has, or one while other programs want its cores.
+
+PyTorch's threads meet after every layer, some hundred times a step. Where one of them has lost its core to another program, the
+others wait for a slice of the kernel's scheduler at each meeting, and a step takes 20 to 40 times as long. A single thread meets
+nobody.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+SHORT = 0.005  # seconds of work below which nothing is learned
+LOST = 0.7  # of its time that the working thread ran, below which others are taken to want the cores
+HOLD = 0.5  # seconds of one thread before the machine is looked at again ...
+HOLD_MOST = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
+SPARE = 0.7  # of a core that must have been idle for each further thread
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def idle_seconds() -> float:
+    """Seconds that the machine's cores have been idle, together, since it started; 0 where the system does not say."""
+    try:
+        with open("/proc/stat", "rb") as f:
+            return int(f.readline().split()[4]) * _TICK
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+class Crew:
+    """Runs pieces of work on the calling thread, and sets how many threads PyTorch may use in them: 1 or `most`."""
+
+    def __init__(self, most: int, idle: Callable[[], float] = idle_seconds):
+        self.most = most
+        self.count = most
+        self._idle = idle
+        self._hold = HOLD
+        self._since = 0.0  # when the last look at the machine was ...
+        self._idle_then = 0.0  # ... and what it said
+        self._well_since = 0.0  # since when all threads have kept their cores
+        torch.set_num_threads(most)
+
+    def run(self, work: Callable[[], None]) -> None:
+        if self.most == 1:
+            work()
+            return
+        wall, ran = time.monotonic(), time.thread_time()
+        if self.count == 1:
+            self.look(wall)
+        work()
+        self.observe(time.monotonic(), time.monotonic() - wall, time.thread_time() - ran)
+
+    def observe(self, now: float, wall: float, ran: float) -> None:
+        """A piece of work took `wall` seconds up to `now`, of which its thread ran for `ran`."""
+        if self.count == 1 or wall < SHORT:
+            return
+        if ran < LOST * wall:
+            self._set(1)
+            self._hold = HOLD if now - self._well_since > HOLD_MOST else min(2 * self._hold, HOLD_MOST)
+            self._since, self._idle_then = now, self._idle()
+
+    def look(self, now: float) -> None:
+        """Takes all threads again once the machine has been idle enough for them since the last look."""
+        passed = now - self._since
+        if passed < self._hold:
+            return
+        idle = self._idle()
+        if idle - self._idle_then >= SPARE * passed * (self.most - 1):
+            self._set(self.most)
+            self._well_since = now
+        self._since, self._idle_then = now, idle
+
+    def _set(self, count: int) -> None:
+        self.count = count
+        torch.set_num_threads(count)
