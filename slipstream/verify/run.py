@@ -52,7 +52,6 @@ class Run:
         self.started: set[int] = set()
         self.reserve = list(scenario.reserve[::-1])
         self.unsent = len(scenario.clients)
-        self.broken_since = -1.0
         self.group = self._new_group()
 
     def go(self) -> "Run":
