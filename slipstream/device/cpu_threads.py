@@ -1,8 +1,8 @@
 """How many threads a step on the CPU gets: all that the rank has, or one while other programs want its cores.
 
 PyTorch's threads meet after every layer, some hundred times a step. Where one of them has lost its core to another program, the
-others wait for a slice of the kernel's scheduler at each meeting, and a step takes 20 to 40 times as long. A single thread meets
-nobody.
+others wait for a slice of the kernel's scheduler at each meeting, and a step takes 20 to 40 times as long. One thread has
+nobody to meet.
 """
 
 import os
