@@ -41,8 +41,8 @@ def test_a_wrong_answer_names_the_rank_and_the_first_entry_that_differs(server: 
     ("fault", "says"),
     [
         ("garbled", r"rank 1 failed after entry \d+: \w*DecodeError"),
-        ("entry lost", r"rank 1 (differs at|failed after) entry \d+"),
-        ("entry twice", r"rank 1 (differs at|failed after) entry \d+"),
+        ("entry lost", r"rank 1 (differs at|failed after|was sent) entry \d+"),
+        ("entry twice", r"rank 1 (differs at|failed after|was sent) entry \d+"),
     ],
 )
 def test_a_spoiled_lost_or_doubled_entry_poisons_the_group(server: BadServer, fault: str, says: str):
