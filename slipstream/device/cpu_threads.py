@@ -15,29 +15,33 @@ SHORT = 0.005  # seconds of work below which nothing is learned
 LOST = 0.7  # of its time that the working thread ran, below which others are taken to want the cores
 HOLD = 0.5  # seconds of one thread before the machine is looked at again ...
 HOLD_MOST = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
-SPARE = 0.7  # of a core that must have been idle for each further thread
+SPARE = 0.7  # of a core that must have been free for each further thread
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
-def idle_seconds() -> float:
-    """Seconds that the machine's cores have been idle, together, since it started; 0 where the system does not say."""
+def free_seconds() -> float:
+    """Seconds that the machine's cores have been free, together, since it started; 0 where the system does not say.
+
+    Free are idle cores, those that wait for a disk, and those with programs that stand back for everybody (`nice`).
+    """
     try:
         with open("/proc/stat", "rb") as f:
-            return int(f.readline().split()[4]) * _TICK
-    except (OSError, IndexError, ValueError):
+            _, _, nice, _, idle, waiting, *_ = f.readline().split()
+        return (int(nice) + int(idle) + int(waiting)) * _TICK
+    except (OSError, ValueError):
         return 0.0
 
 
 class Crew:
     """Runs pieces of work on the calling thread, and sets how many threads PyTorch may use in them: 1 or `most`."""
 
-    def __init__(self, most: int, idle: Callable[[], float] = idle_seconds):
+    def __init__(self, most: int, free: Callable[[], float] = free_seconds):
         self.most = most
         self.count = most
-        self._idle = idle
+        self._free = free
         self._hold = HOLD
         self._since = 0.0  # when the last look at the machine was ...
-        self._idle_then = 0.0  # ... and what it said
+        self._free_then = 0.0  # ... and what it said
         self._well_since = 0.0  # since when all threads have kept their cores
         torch.set_num_threads(most)
 
@@ -58,18 +62,18 @@ class Crew:
         if ran < LOST * wall:
             self._set(1)
             self._hold = HOLD if now - self._well_since > HOLD_MOST else min(2 * self._hold, HOLD_MOST)
-            self._since, self._idle_then = now, self._idle()
+            self._since, self._free_then = now, self._free()
 
     def look(self, now: float) -> None:
-        """Takes all threads again once the machine has been idle enough for them since the last look."""
+        """Takes all threads again once the machine has had cores free for them since the last look."""
         passed = now - self._since
         if passed < self._hold:
             return
-        idle = self._idle()
-        if idle - self._idle_then >= SPARE * passed * (self.most - 1):
+        free = self._free()
+        if free - self._free_then >= SPARE * passed * (self.most - 1):
             self._set(self.most)
             self._well_since = now
-        self._since, self._idle_then = now, idle
+        self._since, self._free_then = now, free
 
     def _set(self, count: int) -> None:
         self.count = count

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.device.cpu_threads import HOLD, HOLD_MOST, Crew, idle_seconds
+from slipstream.device.cpu_threads import HOLD, HOLD_MOST, Crew, free_seconds
 
 
 class Machine:
@@ -80,4 +80,4 @@ def test_threads_that_lose_their_cores_again_and_again_are_tried_less_often(mach
 
 
 def test_what_the_system_says_of_its_idle_time_grows():
-    assert 0.0 <= idle_seconds() <= idle_seconds()
+    assert 0.0 <= free_seconds() <= free_seconds()
