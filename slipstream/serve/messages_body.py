@@ -29,7 +29,9 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=Tru
     name: str
     input: dict[str, Any]
     cache_control: dict[str, Any] | None = None
+    # what a client's own copy of an answer carries besides
     caller: dict[str, Any] | None = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_only=True, forbid_unknown_fields=True):

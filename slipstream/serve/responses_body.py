@@ -144,6 +144,8 @@ _ITEMS: dict[str, type] = {
 def conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The input as messages of chat. Raises BadRequest naming the item."""
     if isinstance(given, str):
+        if not given:
+            raise BadRequest("input: must not be empty", "input")
         return [{"role": "user", "content": given}]
     out: list[dict[str, Any]] = []
     for i, raw in enumerate(given):

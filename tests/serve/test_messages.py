@@ -55,7 +55,7 @@ def test_an_agent_s_loop_of_three_turns(client, roomy):
     for _ in range(4):
         with client.messages.stream(model="fake", max_tokens=300, messages=messages, tools=[TOOL]) as stream:  # type: ignore
             m = stream.get_final_message()
-        messages.append({"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in m.content]})
+        messages.append({"role": "assistant", "content": [b.model_dump() for b in m.content]})
         if m.stop_reason != "tool_use":
             break
         use = m.content[-1]

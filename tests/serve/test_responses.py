@@ -161,6 +161,7 @@ def test_background_responses_are_retrieved_and_cancelled(client, roomy):
 @pytest.mark.parametrize(
     "change,param",
     [
+        ({"input": ""}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
