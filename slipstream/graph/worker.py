@@ -231,9 +231,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     """Loads, says so, and serves front ends until the supervisor's end is closed."""
     spec = msgspec.json.decode(setup.role, type=WorkerSpec)
     board = Board(fds[0]).writer(setup.block)
-    words = {"group": setup.group, "incarnation": setup.incarnation, "state": STATES.index("starting"), "pid": os.getpid()}
-    for name, value in words.items():
-        board.set(name, value)
+    board.begin(setup.group, setup.rank, setup.incarnation)
     for library in ("OMP", "MKL"):
         os.environ[f"{library}_NUM_THREADS"] = str(spec.threads)  # read when the components' builders import them
     model = resolve(spec.model)

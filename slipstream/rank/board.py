@@ -152,6 +152,13 @@ class BoardWriter:
     def _read(self, name: str) -> int:
         return self._words[_OFFSET[name] // 8]
 
+    def begin(self, group: int, rank: int, incarnation: int) -> None:
+        """Shows which rank this process is, and that it starts; readers look at who has a pid, so that comes last."""
+        for name, value in (("group", group), ("rank", rank), ("incarnation", incarnation)):
+            self.set(name, value)
+        self.set("state", STATES.index("starting"))
+        self.set("pid", os.getpid())
+
     def set(self, name: str, value: int) -> None:
         self._words[_OFFSET[name] // 8] = value
 

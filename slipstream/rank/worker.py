@@ -43,15 +43,7 @@ def main() -> int:
 def run(control: Control, setup: Setup, fds: list[int]) -> int:
     engine = config.from_json(config.EngineConfig, setup.engine)
     board = Board(fds[0]).writer(setup.block)
-    for name, value in (
-        ("group", setup.group),
-        ("rank", setup.rank),
-        ("incarnation", setup.incarnation),
-        ("state", STATES.index("starting")),
-        ("pid", os.getpid()),
-    ):
-        board.set(name, value)
-
+    board.begin(setup.group, setup.rank, setup.incarnation)
     executor, model = build_executor(engine, setup.model_path, setup.rank, setup.size, fds[1], board)
     c = executor.capacity()
     board.set("weight_bytes", c.weight_bytes)
