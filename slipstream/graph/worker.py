@@ -38,7 +38,7 @@ from slipstream.graph.placement import resolve
 from slipstream.graph.rows import Row
 from slipstream.graph.work import Work
 from slipstream.rank.board import STATES, Board, BoardWriter
-from slipstream.rank.control import Control, begin_member
+from slipstream.rank.control import MAX_REASON, Control, begin_member
 from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
@@ -220,10 +220,10 @@ def main(argv: list[str]) -> int:
     try:
         return run(control, setup, fds)
     except (ConfigError, ModelError) as e:
-        control.send(Fault(0, -1, str(e), refusal=True))
+        control.send(Fault(0, -1, str(e)[:MAX_REASON], refusal=True))
     except Exception as e:
         traceback.print_exc()
-        control.send(Fault(0, -1, f"{setup.role[:200]}: {type(e).__name__}: {e}"))
+        control.send(Fault(0, -1, f"{setup.role[:200]}: {type(e).__name__}: {e}"[:MAX_REASON]))
     return 1
 
 

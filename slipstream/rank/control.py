@@ -15,6 +15,7 @@ from slipstream.rank.protocol import Setup, ToRank
 _PR_SET_PDEATHSIG = 1
 MAX_MESSAGE = 1 << 16
 MAX_DESCRIPTORS = 250
+MAX_REASON = 4000  # characters of a text that a child sends: its message must fit
 
 
 class Control:

@@ -15,7 +15,7 @@ from slipstream.log.replica import Limits, Replica
 from slipstream.rank.board import STATES, Board
 from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.rank.compiler import Compiler
-from slipstream.rank.control import Control, begin_member
+from slipstream.rank.control import MAX_REASON, Control, begin_member
 from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
 from slipstream.rank.leader import Leader
 from slipstream.rank.leader_driver import LeaderDriver
@@ -33,10 +33,10 @@ def main() -> int:
     try:
         return run(control, setup, fds)
     except (ConfigError, ModelError, MemoryError) as e:
-        control.send(Fault(setup.rank, -1, str(e) or "out of memory", refusal=True))
+        control.send(Fault(setup.rank, -1, str(e)[:MAX_REASON] or "out of memory", refusal=True))
     except Exception as e:
         traceback.print_exc()
-        control.send(Fault(setup.rank, -1, f"rank {setup.rank} could not start: {type(e).__name__}: {e}"))
+        control.send(Fault(setup.rank, -1, f"rank {setup.rank} could not start: {type(e).__name__}: {e}"[:MAX_REASON]))
     return 1
 
 
