@@ -13,7 +13,7 @@ import msgspec
 from slipstream.rank.protocol import Setup, ToRank
 
 _PR_SET_PDEATHSIG = 1
-MAX_MESSAGE = 1 << 16
+MAX_MESSAGE = 1 << 18  # bytes: more than the kernel takes as one message
 MAX_DESCRIPTORS = 250
 MAX_REASON = 4000  # characters of a text that a child sends: its message must fit
 

@@ -25,3 +25,11 @@ def test_a_reason_of_any_length_reaches_the_supervisor(module, error: type[Excep
     assert (module.main(["0", "0"]) if module is graph_worker else module.main()) == 1
     fault, _ = supervisor.receive() or (None, [])
     assert isinstance(fault, Fault) and "no such tensor" in fault.reason and fault.refusal is refusal
+
+
+def test_a_setup_with_a_long_template_arrives_whole():
+    control, theirs = Control.pair(FromRank)
+    template = "{# a long remark #}" * 8000
+    control.send(Setup(template, "", 0, 1, 0, 1, 0))
+    setup, _ = Control(theirs, ToRank).receive() or (None, [])
+    assert isinstance(setup, Setup) and setup.engine == template
