@@ -49,7 +49,10 @@ async def create(http: HttpRequest) -> Response:
     born = time.monotonic()
     plan, prompts = await _plan(front, await read(http, MessagesBody))
     plan = replace(plan, reading=plan.reading or Reading())
-    return await answer(http, front, plan, prompts, MessagesForm, "msg_" + http.scope["slipstream.id"], born)
+    try:
+        return await answer(http, front, plan, prompts, MessagesForm, "msg_" + http.scope["slipstream.id"], born)
+    except BadRequest as e:  # of a grammar
+        raise renamed(e, NAMES) from None
 
 
 async def count_tokens(http: HttpRequest) -> Response:

@@ -10,7 +10,13 @@ from slipstream.errors import BadRequest
 from slipstream.serve.bodies import ChatBody, FunctionName, Positive, StopString
 from slipstream.serve.errors import to_bad_request
 
-NAMES = {"max_completion_tokens": "max_tokens", "stop": "stop_sequences", "reasoning_effort": "thinking"}
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "reasoning_effort": "thinking",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +77,14 @@ class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
+class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: OutputFormat | None = None
+
+
 class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/messages/count_tokens."""
 
@@ -80,6 +94,7 @@ class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[ClientTool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -119,6 +134,9 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         out |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.thinking is not None and body.thinking.type == "disabled":
         out["reasoning_effort"] = "none"
+    if body.output_config is not None and body.output_config.format is not None:
+        form = {"name": "answer", "schema": body.output_config.format.schema}
+        out["response_format"] = {"type": "json_schema", "json_schema": form}
     if body.tools:
         out["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
     if body.tool_choice is not None:

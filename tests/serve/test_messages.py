@@ -74,6 +74,18 @@ def test_forced_tools_and_reasoning(client, thinking):  # noqa: F811
     assert [b.type for b in m.content] == ["thinking", "text"] and m.content[0].thinking == "hm"
 
 
+def test_an_answer_may_be_bound_by_a_format(client, roomy):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for text, tools in (('{"a": 1}', []), ('{"a": 1}', [TOOL]), (CALL, [TOOL])):
+        roomy.script = script(text)
+        format = {"format": {"type": "json_schema", "schema": schema}}
+        m = client.messages.create(model="fake", max_tokens=200, messages=HI, tools=tools, output_config=format)
+        assert roomy.leader.requests[-1].grammar and m.content[0].type == ("tool_use" if text == CALL else "text")
+    bad = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
+    with pytest.raises(anthropic.BadRequestError, match="output_config.format.schema"):
+        client.messages.create(model="fake", max_tokens=50, messages=HI, output_config=bad)
+
+
 def test_the_last_assistant_message_is_gone_on_with(client, roomy):
     client.messages.create(model="fake", max_tokens=9, messages=[*HI, {"role": "assistant", "content": "so far"}])
     assert prompt_of(roomy) == "|user\nhi||assistant\nso far"
