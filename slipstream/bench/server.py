@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from slipstream.bench.flags import DEFAULT_URL
 from slipstream.bench.http import Client, ServerError
 from slipstream.bench.worker import Target
+from slipstream.child import python_environment
 from slipstream.errors import ConfigError, SlipstreamError
 
 
@@ -111,7 +112,9 @@ def own_server(arguments: str, wait: float = 600.0) -> Iterator[str]:
         str(port),
     ]
     with tempfile.TemporaryFile("w+") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=python_environment()
+        )
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends with us
         try:
             _await_health(child, f"http://127.0.0.1:{port}", wait, log)

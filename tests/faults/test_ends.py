@@ -225,3 +225,17 @@ def test_no_rank_or_front_end_inherits_the_key():
                 environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
                 assert b"secret-of-a-test" not in environ, command_line(pid)
         assert os.getpid() not in server.family()
+
+
+def test_no_process_imports_from_the_folder_that_the_server_stands_in(tmp_path: pathlib.Path):
+    """`cd MODEL; slipstream serve .` must not run what lies there: a model's folder comes from strangers."""
+    mark = tmp_path / "ran"
+    for name in ("msgspec", "numpy", "torch", "uvicorn", "llguidance", "jinja2", "slipstream", "resource"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r})\nraise SystemExit(3)\n")
+    program = ("-P", "-m", "slipstream.cli", "serve")  # as the installed command, which has its own folder first
+    env = {"PYTHONPATH": str(ROOT)}
+    with Server(*TP2, program=program, env=env, wrap=("env", "-C", str(tmp_path))) as server:
+        assert server.complete(structured_outputs={"regex": "[0-9]{3}"}).status == 200
+        chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3})
+        assert chat.status == 200, chat
+    assert not mark.exists(), mark.read_text()
