@@ -2,7 +2,10 @@
 
 import json
 
-from slipstream import cli
+import pytest
+
+from slipstream import LLM, cli
+from slipstream.errors import BadRequest
 
 
 def test_prompts_of_every_form_are_answered_in_order(tmp_path):
@@ -19,6 +22,37 @@ def test_prompts_of_every_form_are_answered_in_order(tmp_path):
     assert [a.get("prompt") for a in answers] == [[5, 6, 7], None, "text", [5, 6, 7]]
     assert all(len(a["token_ids"]) == 4 and a["finish_reason"] == "length" for a in answers)
     assert answers[0]["token_ids"] == answers[3]["token_ids"] and answers[0]["prompt_tokens"] == 3
+
+
+def generate(folder, prompts, *flags):
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "p.jsonl").write_text("\n".join(json.dumps(p) for p in prompts))
+    fixed = ["--device", "sim", "--load-format", "dummy", "--sim-step-us", "100", "--sim-token-us", "1", "--max-tokens", "2"]
+    files = ["--prompts", str(folder / "p.jsonl"), "--output", str(folder / "o.jsonl")]
+    return cli.main(["generate", str(folder), *fixed, *files, *flags])
+
+
+def test_more_prompts_than_one_http_request_may_hold_or_the_queue(tmp_path):
+    assert generate(tmp_path, [f"prompt {i}" for i in range(2100)], "--max-queue", "100") == 0
+    answers = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [a["prompt"] for a in answers] == [f"prompt {i}" for i in range(2100)]
+    assert all(len(a["token_ids"]) == 2 for a in answers)
+
+
+def test_a_parameter_in_a_line_is_refused_with_its_flag(tmp_path, capsys):
+    assert generate(tmp_path, ["a", {"prompt": "b", "seed": 3}]) == 2
+    assert "line 2: seed" in (err := capsys.readouterr().err) and "--sample-seed" in err
+
+
+def test_what_an_output_cannot_show_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    hi = [{"role": "user", "content": "hi"}]
+    with LLM(str(tmp_path), device="sim", load_format="dummy") as llm:
+        for name, call in (("n", lambda: llm.chat(hi, {"n": 2})), ("logprobs", lambda: llm.generate(["a"], {"logprobs": 1}))):
+            with pytest.raises(BadRequest) as e:
+                call()
+            assert e.value.param == name
+        assert len(llm.generate(["a", "b"], {"n": 2, "max_tokens": 3})) == 4
 
 
 TINY = {

@@ -1,7 +1,8 @@
 """`slipstream generate`: completes prompts from a file or stdin and writes JSON lines.
 
 A line of a text is a prompt. A JSON line is `{"prompt": text or token ids}`, or `{"messages": [...]}` for a chat model, or a
-bare string; other keys of an object (an id, say) are copied to its answer.
+bare string; other keys of an object (an id, say) are copied to its answer. Parameters are the same for all lines, so a
+parameter in a line is refused.
 """
 
 import argparse
@@ -76,6 +77,8 @@ def _row(line: str, where: str) -> dict[str, typing.Any]:
         return {"prompt": row}
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ConfigError(f'{where}: expected a text, or an object with either "prompt" or "messages"')
+    for name in row.keys() & sampling.NAMES:
+        raise ConfigError(f"{where}: {name}: parameters are the same for all prompts; give {sampling.flag(name)} instead")
     return row
 
 

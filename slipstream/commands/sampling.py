@@ -14,13 +14,18 @@ FLAGS: tuple[tuple[str, type, str], ...] = (
     ("repetition_penalty", float, "divides the logits of tokens that have been used"),
 )
 
+NAMES = frozenset({name for name, _, _ in FLAGS} | {"seed", "stop", "ignore_eos"})
+
+
+def flag(name: str) -> str:
+    """The flag of a parameter."""
+    return "--sample-seed" if name == "seed" else "--" + name.replace("_", "-")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, help in FLAGS:
-        group.add_argument(
-            "--" + name.replace("_", "-"), dest="sample_" + name, type=kind, metavar="N" if kind is int else "X", help=help
-        )
+        group.add_argument(flag(name), dest="sample_" + name, type=kind, metavar="N" if kind is int else "X", help=help)
     group.add_argument("--sample-seed", dest="sample_seed", type=int, metavar="N", help="seed of the draws")
     group.add_argument("--stop", dest="sample_stop", action="append", metavar="TEXT", help="end an answer here (repeatable)")
     group.add_argument(

@@ -29,13 +29,16 @@ from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
 from slipstream.serve.generate import requests_of
 from slipstream.serve.generation import Generation
-from slipstream.serve.params import make_plan
-from slipstream.serve.prompts import chat_prompt, completion_prompts
+from slipstream.serve.params import Plan, make_plan
+from slipstream.serve.prompts import Prompt, all_prompts, chat_prompt
 from slipstream.serve.request_body import decode
 from slipstream.weights.pull import resolve_model
 from slipstream.weights.tokenizer import load_tokenizer
 
 Prompts = list[str] | list[list[int]]
+UNSHOWN = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "stream", "stream_options")
+PORTION = 64  # prompts whose answers are awaited together
+PORTIONS = 16  # as many portions run at a time: enough to fill the engine, and a queue stays short
 
 
 @dataclass(frozen=True)
@@ -111,32 +114,43 @@ class LLM:
     def generate(
         self, prompts: Prompts, params: dict[str, Any] | None = None, progress: Callable[[int], None] | None = None
     ) -> list[Output]:
-        """Completes each prompt (a text, or token ids), all at once, and returns the answers in order.
+        """Completes each prompt (a text, or token ids), as many at once as the engine takes, and returns the answers in order.
 
         `progress(1)` is called as each prompt ends. Raises BadRequest naming the parameter, EngineDown when a rank is lost.
         """
         if isinstance(prompts, str) or not prompts:
             raise BadRequest("prompts: expected a list of texts or of token-id lists", "prompts")
         body = self._body(CompletionBody, {"prompt": list(prompts)}, params)
+        return self._await(self._generate(body, progress or (lambda count: None)))
 
-        async def run() -> list[Output]:
-            generation = self._start(body)
-            try:
-                while news := await generation.changed():
-                    if progress is not None:
+    async def _generate(self, body: CompletionBody, progress: Callable[[int], None]) -> list[Output]:
+        plan, prompts = self._plan(body)
+        size = max(1, min(PORTION, self._config.max_queue) // plan.n)
+        room = asyncio.Semaphore(max(1, min(PORTIONS, self._config.max_queue // (size * plan.n))))
+
+        async def portion(at: int) -> list[Output]:
+            async with room:
+                generation = self._begin(plan, prompts[at : at + size])
+                try:
+                    while news := await generation.changed():
                         progress(sum(a.ended for a in news))
-                return [self._output(a) for a in generation.answers]
-            finally:
-                generation.close()
+                    return [self._output(a) for a in generation.answers]
+                finally:
+                    generation.close()
 
-        return self._await(run())
+        tasks = [asyncio.create_task(portion(at)) for at in range(0, len(prompts), size)]
+        try:
+            return [output for part in await asyncio.gather(*tasks) for output in part]
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def chat(self, messages: list[dict[str, Any]], params: dict[str, Any] | None = None) -> Output:
         """Answers a conversation."""
         body = self._body(ChatBody, {"messages": messages}, params)
 
         async def run() -> Output:
-            generation = self._start(body)
+            generation = self._begin(*self._plan(body))
             try:
                 await generation.done()
                 return self._output(generation.answers[0])
@@ -185,18 +199,24 @@ class LLM:
     # --- inside
 
     def _body(self, schema: type, given: dict[str, Any], params: dict[str, Any] | None) -> Any:
-        return decode(msgspec.json.encode({**(params or {}), **given, "stream": False}), schema)
+        for name in UNSHOWN:
+            if params and params.get(name):
+                raise BadRequest(f"{name}: not here, since an Output would not show it; the HTTP server has it", name)
+        body = decode(msgspec.json.encode({**(params or {}), **given}), schema)
+        if schema is ChatBody and (body.n or 1) > 1:
+            raise BadRequest("n: a conversation gets one answer here; the HTTP server gives several", "n")
+        return body
 
-    def _start(self, body: ChatBody | CompletionBody) -> Generation:
-        front = self._front
-        limits, tokenizer = front.engine.check_ready(), front.ready_tokenizer()
+    def _plan(self, body: ChatBody | CompletionBody) -> tuple[Plan, list[Prompt]]:
+        limits, tokenizer = self._front.engine.check_ready(), self._front.ready_tokenizer()
         plan = make_plan(body, tokenizer)
         if isinstance(body, ChatBody):
-            prompts = [chat_prompt(body, plan, tokenizer, limits)]
-        else:
-            prompts = completion_prompts(body, plan, tokenizer, limits)
+            return plan, [chat_prompt(body, plan, tokenizer, limits)]
+        return plan, all_prompts(body, plan, tokenizer, limits)
+
+    def _begin(self, plan: Plan, prompts: list[Prompt]) -> Generation:
+        front, tokenizer, now = self._front, self._front.ready_tokenizer(), time.monotonic()
         generation = Generation(front.engine)
-        now = time.monotonic()
         answers = [
             Answer(i, prompt, request, plan, tokenizer, front.engine, front.metrics, generation.notify, now)
             for i, (prompt, request) in enumerate(requests_of(front, plan, prompts))
@@ -205,7 +225,7 @@ class LLM:
         return generation
 
     async def _pieces(self, body: ChatBody) -> AsyncIterator[str]:
-        generation = self._start(body)
+        generation = self._begin(*self._plan(body))
         try:
             while news := await generation.changed():
                 for answer in news:

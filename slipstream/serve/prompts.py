@@ -54,12 +54,18 @@ def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
 
 
 def completion_prompts(body: CompletionBody, plan: Plan, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
-    """Raises BadRequest (prompt, max_tokens, min_tokens, n) unless every prompt fits."""
-    items = _items(body.prompt)
-    if len(items) > MAX_PROMPTS:
+    """The prompts of one HTTP request. Raises BadRequest (prompt, n) for too many, and as `all_prompts` does."""
+    count = len(_items(body.prompt))
+    if count > MAX_PROMPTS:
         raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")
-    if len(items) * plan.n > MAX_PROMPTS + MAX_CHOICES:
+    if count * plan.n > MAX_PROMPTS + MAX_CHOICES:
         raise BadRequest(f"n: at most {MAX_PROMPTS + MAX_CHOICES} choices in one request", "n")
+    return all_prompts(body, plan, tokenizer, limits)
+
+
+def all_prompts(body: CompletionBody, plan: Plan, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
+    """Raises BadRequest (prompt, max_tokens, min_tokens) unless every prompt fits."""
+    items = _items(body.prompt)
     out = []
     for i, item in enumerate(items):
         name = "prompt" if isinstance(body.prompt, str) or len(items) == 1 else f"prompt[{i}]"
