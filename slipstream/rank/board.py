@@ -167,7 +167,7 @@ class BoardWriter:
 
     def span(self, phase: int, start: int, end: int, entry: int, digest: int = 0) -> None:
         at = self._base + _HEAD + (self._loop & (RING - 1)) * SPAN.itemsize
-        _SPAN.pack_into(self._map, at, start, end, entry, phase, 0, digest)
+        _SPAN.pack_into(self._map, at, start, end, entry, phase, self._read("collective"), digest)
         self._loop += 1
         self.set("loop_spans", self._loop)
 

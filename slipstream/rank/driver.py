@@ -15,10 +15,10 @@ from slipstream.device.executor import Executor, StepFailed
 from slipstream.errors import Diverged
 from slipstream.log.batch import Offload, Restore, Seat
 from slipstream.log.entries import Prepared
-from slipstream.rank.board import PHASE_ID, BoardWriter
+from slipstream.rank.board import PHASE_ID, STATES, BoardWriter
 from slipstream.rank.channel import FollowerEnd
 from slipstream.rank.compiler import Compiler
-from slipstream.rank.control import Control
+from slipstream.rank.control import MAX_REASON, Control
 from slipstream.rank.events import (
     Answer,
     Arrived,
@@ -33,7 +33,6 @@ from slipstream.rank.loop import Rank
 from slipstream.rank.protocol import Fault
 
 IDLE = 0.5  # seconds between turns of an idle loop, so that the board shows life
-LOAD_EVERY = 0.1
 COMPLAIN = 2.0  # seconds of waiting for another rank after which stderr says so, and again
 SPINS = 200  # looks at the descriptors before sleeping, where cores are to spare
 
@@ -59,6 +58,7 @@ class Driver:
         self.compiler = parts.compiler
         self.spins = SPINS if parts.spare_cores else 0
         self.entry = -1  # the last one of which anything was done, for reports
+        self.digest = 0  # the replica's after the last entry that was answered
         self.waits_since: float | None = None
         self._stamp = 0
         self._poll = select.poll()
@@ -104,8 +104,8 @@ class Driver:
             reason = f"rank {rank} failed after entry {entry}: {type(e).__name__}: {e}"
             traceback.print_exc()
         print(f"slipstream: {reason}", file=sys.stderr, flush=True)
-        self.board.set("state", 3)
-        self.control.send(Fault(rank, entry, reason[:4000]))
+        self.board.set("state", STATES.index("failed"))
+        self.control.send(Fault(rank, entry, reason[:MAX_REASON]))
 
     # --- waiting
 
@@ -181,7 +181,7 @@ class Driver:
     def span(self, span: Span) -> None:
         end = time.monotonic_ns()
         phase = PHASE_ID[span.phase]
-        self.board.span(phase, self._stamp, end, span.entry, span.digest)
+        self.board.span(phase, self._stamp, end, span.entry, self.digest)
         self.board.set("phase", phase)
         if span.phase == "settle":
             self.board.set("settled", span.entry)
@@ -196,7 +196,8 @@ class Driver:
             return
         self.entry = answer.reply.seq
         self.board.set("applied", answer.reply.seq)
-        self.board.set_digest(answer.reply.digest)
+        self.digest = answer.reply.digest
+        self.board.set_digest(self.digest)
 
     def talk(self, effect: Effect) -> None:
         raise NotImplementedError

@@ -105,7 +105,6 @@ class Span(NamedTuple):
 
     phase: str
     entry: int
-    digest: int = 0
 
 
 class Poison(NamedTuple):

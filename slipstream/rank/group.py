@@ -14,6 +14,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from slipstream import config
 from slipstream.child import python_environment
 from slipstream.rank.board import PHASES, Board, RankState
@@ -72,7 +74,6 @@ class Group:
     refused: bool = False  # the failure is a mistake of the configuration
     members: list[Member] = field(default_factory=list)
     begin: Begin | None = None
-    began_at: float = 0.0
 
     # --- start
 
@@ -81,7 +82,6 @@ class Group:
         spec = self.spec
         self.incarnation += 1
         self.state, self.failure, self.refused, self.begin = State.STARTING, None, False, None
-        self.began_at = time.monotonic()
         shared = os.memfd_create("slipstream-sums", os.MFD_CLOEXEC)
         os.ftruncate(shared, 4096 + 2 * spec.size * SUM_BYTES)
         largest = 4 * (spec.engine.max_model_len or 1 << 20) + BODY_BYTES
@@ -229,11 +229,8 @@ class Group:
         ranks = []
         for rank in range(self.spec.size):
             block = self.spec.first_block + rank
-            spans = [
-                {"phase": PHASES[s["phase"]], "entry": int(s["entry"]), "start": int(s["start"]), "end": int(s["end"])}
-                for s in self.board.spans(block, SPANS_KEPT)
-            ]
-            ranks.append({**vars(self.board.state(block)), "spans": spans[-2000:]})
+            spans = [flight_of(span) for span in self.board.spans(block, SPANS_KEPT)[-2000:]]
+            ranks.append({**vars(self.board.state(block)), "spans": spans})
         file = folder / f"flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-g{self.spec.index}-i{self.incarnation}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -243,6 +240,12 @@ class Group:
         except OSError:
             return None
         return file
+
+
+def flight_of(span: np.void) -> dict[str, int | str]:
+    """A span as a flight record has it. `digest` is the replica's after the last entry that the rank had answered."""
+    numbers = {name: int(span[name]) for name in ("entry", "start", "end", "collective")}
+    return {"phase": PHASES[span["phase"]], **numbers, "digest": f"{int(span['digest']):016x}"}
 
 
 def child_environment() -> dict[str, str]:

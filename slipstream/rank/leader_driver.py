@@ -11,7 +11,7 @@ from slipstream.rank.channel import LeaderEnd
 from slipstream.rank.driver import IDLE, Driver, Parts
 from slipstream.rank.events import Aborted, Answer, Effect, Poison, Send, Submitted, Tell, Tick, Wake
 from slipstream.rank.front_link import FrontLink
-from slipstream.rank.leader import Leader
+from slipstream.rank.leader import HEARTBEAT, Leader
 from slipstream.rank.protocol import Finished, Load, Refused, Submit, ToFront, Tokens
 
 LOAD_EVERY = 0.1  # seconds
@@ -26,7 +26,6 @@ class LeaderDriver(Driver):
         self.fronts: dict[int, FrontLink] = {}
         self.owner: dict[int, FrontLink] = {}  # request id -> who asked
         self.wake_at: float | None = None
-        self.message_bytes = 0  # of the last entry
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
         self._load: Load | None = None
         self._load_at = 0.0
@@ -72,7 +71,7 @@ class LeaderDriver(Driver):
             self.perform(machine.on(reply, now))
         for fd in ready & self.fronts.keys():
             self.drain(self.fronts[fd], now)
-        if self.wake_at is not None and self.wake_at <= now or now - machine.written_at >= 1.0:
+        if (self.wake_at is not None and self.wake_at <= now) or now - machine.written_at >= HEARTBEAT:
             self.wake_at = None
             self.perform(machine.on(Tick(), now))
         self.publish_load(now)
@@ -113,7 +112,7 @@ class LeaderDriver(Driver):
         counters = machine.planner.counters
         load = Load(
             running=len(replica.requests),
-            waiting=len(machine.planner.queue),
+            waiting=machine.waiting,
             pages_used=replica.pages.held,
             pages_total=replica.pages.total,
             steps=dict(machine.steps),
@@ -137,7 +136,7 @@ class LeaderDriver(Driver):
         if isinstance(effect, Tell):
             self.tell(effect.message)
         elif isinstance(effect, Send):
-            self.message_bytes = self.channel.send(effect.message)
+            self.channel.send(effect.message)
         elif isinstance(effect, Answer):
             self.applied(effect)
         elif isinstance(effect, Wake):

@@ -170,8 +170,9 @@ class Rank:
                     yield Span("launch", entry.seq)
                     return
                 yield self.sampling(batch)
-            yield Span("launch", entry.seq)
         yield from self.answer(entry, existed)
+        if entry.step is not None:
+            yield Span("launch", entry.seq)
 
     def launched(self, entry: Entry, batch: Batch) -> None:
         """What a launch means beside its device work: nothing on a follower."""
@@ -182,8 +183,8 @@ class Rank:
         entry, batch, existed = self.late
         self.late = None
         yield self.sampling(batch)
-        yield Span("launch", entry.seq)
         yield from self.answer(entry, existed)
+        yield Span("launch", entry.seq)
 
     def sampling(self, batch: Batch) -> LaunchSample:
         replica = self.replica

@@ -1,5 +1,6 @@
 """Ranks that raise, hang, or answer wrongly, and messages that are lost, doubled or spoiled between them."""
 
+import json
 import re
 import time
 
@@ -21,6 +22,19 @@ from tests.helpers.server import Clients
 def test_ff10_a_rank_that_raises_in_its_forward_is_told_at_once(server: BadServer, rank: int, fault: str, says: str):
     verdict = assert_poisons(server, fault, rank, AT_ONCE)
     assert f"rank {rank} " in verdict and says in verdict
+
+
+def test_a_flight_record_shows_the_entry_from_which_the_ranks_differ(server: BadServer):
+    verdict = assert_poisons(server, "other token", 1, AT_ONCE)
+    told = re.search(r"rank 1 differs at entry (\d+)", verdict)
+    assert told is not None
+    newest = max(server.folder.glob("**/flight-*.json"), key=lambda file: file.stat().st_mtime)
+    record = json.loads(newest.read_text())
+    assert record["reason"] in verdict
+    leader, follower = ({s["entry"]: s["digest"] for s in rank["spans"] if s["phase"] == "launch"} for rank in record["ranks"])
+    both = sorted(leader.keys() & follower.keys())
+    assert len(both) > 3 and "0" * 16 not in leader.values()
+    assert [e for e in both if leader[e] != follower[e]] == [e for e in both if e >= int(told[1])]
 
 
 @pytest.mark.parametrize(
