@@ -20,9 +20,10 @@ from torch import Tensor
 
 from slipstream.bell import Bell
 from slipstream.config import EngineConfig
-from slipstream.device.cpu_memory import allocate_caches, default_pages, page_bytes, resolve_dtype, threads_per_rank
+from slipstream.device.cpu_memory import allocate_caches, pages_for, resolve_dtype, threads_per_rank
 from slipstream.device.cpu_threads import Crew
 from slipstream.device.executor import Batch, Capacity, Outcome, StepFailed
+from slipstream.device.memory import page_bytes
 from slipstream.device.tables import SlotTables
 from slipstream.errors import ConfigError
 from slipstream.layers.shard import Shard
@@ -68,12 +69,7 @@ class CpuExecutor:
         each = page_bytes(self.model.cache, block, self.dtype)
         max_len = c.max_model_len or self.model.max_len
         wanted = c.max_num_seqs * -(-max_len // block)
-        if c.kv_cache_memory_bytes is not None:
-            pages = c.kv_cache_memory_bytes // each if each else wanted
-        else:
-            pages = default_pages(each, wanted, self.shard.size)
-        if pages < 1:
-            raise ConfigError(f"--kv-cache-memory-bytes: one page of {block} tokens needs {each} bytes")
+        pages = pages_for(each, wanted, self.shard.size, c.kv_cache_memory_bytes, block)
         spare = c.kv_offload_memory_bytes
         host_pages = pages // 4 if spare is None else spare // each if each else pages
         return Capacity(block, pages, c.max_num_seqs, min(max_len, pages * block), self.ops.weight_bytes, host_pages)

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.device.memory import DTYPES
+from slipstream.errors import ConfigError
 from slipstream.models.llama import CacheShape
 
 _SHARE = 0.25  # of the free memory that the KV caches of all ranks take at most when nothing is said
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -40,11 +41,6 @@ def threads_per_rank(ranks: int) -> int:
     return min(cores, int(asked)) if asked.isdigit() and int(asked) else cores
 
 
-def page_bytes(cache: CacheShape, block: int, dtype: torch.dtype) -> int:
-    """Keys and values of one page in all layers; 0 for a rank without heads."""
-    return cache.layers * block * 2 * cache.heads * cache.head_dim * dtype.itemsize
-
-
 def allocate_caches(cache: CacheShape, pages: int, block: int, dtype: torch.dtype) -> list[Tensor]:
     """Per layer [pages + 1, block, 2 * heads, head_dim] of zeros.
 
@@ -57,9 +53,21 @@ def allocate_caches(cache: CacheShape, pages: int, block: int, dtype: torch.dtyp
     return [torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape) for _ in range(cache.layers)]
 
 
-def default_pages(each: int, wanted: int, ranks: int) -> int:
-    """As many pages as are wanted, within a share of the memory that is free."""
-    return min(wanted, int(_available_bytes() * _SHARE / ranks) // each) if each else wanted
+def pages_for(each: int, wanted: int, ranks: int, given: int | None, block: int) -> int:
+    """Pages of `each` bytes: what the `given` bytes (--kv-cache-memory-bytes) hold, or as many as are wanted within a share of
+    the memory that is free. ConfigError where that is none, or more than this machine has.
+    """
+    if not each:
+        return wanted
+    free = _available_bytes()
+    if given is not None and given * ranks > free:
+        text = f"{ranks} x {given} bytes" if ranks > 1 else f"{given} bytes"
+        raise ConfigError(f"--kv-cache-memory-bytes: {text} are more than the {free} that are free on this machine")
+    pages = min(wanted, int(free * _SHARE / ranks) // each) if given is None else given // each
+    if pages < 1:
+        has = f"a quarter of the free memory is {int(free * _SHARE)}" if given is None else f"{given} were given"
+        raise ConfigError(f"--kv-cache-memory-bytes: one page of {block} tokens needs {each} bytes; {has}")
+    return pages
 
 
 def _available_bytes() -> int:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.device.cuda_choice import Chooser, Extras
-from slipstream.device.cuda_memory import choose_device, page_bytes, pages_that_fit, resolve_dtype
+from slipstream.device.cuda_memory import choose_device, pages_that_fit, resolve_dtype
 from slipstream.device.cuda_offload import HostPages
 from slipstream.device.cuda_tables import CudaTables, Layout, StepBuffers, StepInputs, round_up
 from slipstream.device.executor import Batch, Capacity, Executor, Outcome, StepFailed
 from slipstream.device.graphs import Graphs, decode_buckets, padded, token_buckets
+from slipstream.device.memory import page_bytes
 from slipstream.errors import ConfigError
 from slipstream.layers.shard import Shard, split_evenly
 from slipstream.log.request import Request

@@ -3,12 +3,11 @@
 import torch
 
 from slipstream.config import EngineConfig
+from slipstream.device.memory import DTYPES
 from slipstream.errors import ConfigError
-from slipstream.models.llama import CacheShape
 
 GIB = 1 << 30
 _APART = GIB  # captured graphs' own memory, library workspaces, what the allocator cannot reuse
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -28,11 +27,6 @@ def choose_device(rank: int, size: int) -> torch.device:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"--device cuda: {name} has compute capability {major}.{minor}; 8.0 is needed")
     return device
-
-
-def page_bytes(cache: CacheShape, block: int, dtype: torch.dtype) -> int:
-    """Keys and values of one page in all layers."""
-    return cache.layers * block * 2 * cache.heads * cache.head_dim * dtype.itemsize
 
 
 def pages_that_fit(config: EngineConfig, each: int, weights: int, step: int, device: torch.device) -> int:

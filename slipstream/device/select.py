@@ -22,6 +22,9 @@ def build_executor(
         return SimExecutor(config, model, board), model
     kind = resolve_device(config.device)
     if kind == "cuda":
+        from slipstream.device.cuda_memory import choose_device
+
+        choose_device(rank, size)  # says what is missing before kernels are imported, which need it too
         from slipstream.device.cuda import build_cuda
 
         return build_cuda(config, model_path, rank, size, collective, board)

@@ -24,7 +24,7 @@ from slipstream.log.request import Request, TokenLogprobs
 from slipstream.rank.board import BoardWriter
 
 NO_MASKS: Mapping[int, np.ndarray] = {}
-DEAD_END = "the grammar allows no token here"
+DEAD_END = "the grammar allows no token here, or finding one costs more than it may"
 DEFAULT_VOCAB = 32_000
 DEFAULT_MAX_LEN = 32_768
 BLOCK = 16  # tokens of a page unless the user says otherwise

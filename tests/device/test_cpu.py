@@ -161,5 +161,7 @@ def test_capacity_is_what_was_asked_for_and_a_length_beyond_the_model_is_refused
     assert made[1].capacity().pages == 3 * 512 // 16 and made[1].capacity().max_len == 512
     with pytest.raises(ConfigError, match="--max-model-len 513"):
         CpuExecutor(checkpoint, EngineConfig(dtype="float32", max_model_len=513), Shard(), Solo())
-    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
-        CpuExecutor(checkpoint, EngineConfig(dtype="float32", kv_cache_memory_bytes=10), Shard(), Solo()).capacity()
+    for given, why in ((10, f"needs {page} bytes; 10 were given"), (1 << 50, "are more than the [0-9]+ that are free")):
+        config = EngineConfig(dtype="float32", kv_cache_memory_bytes=given)
+        with pytest.raises(ConfigError, match=f"--kv-cache-memory-bytes: .*{why}"):
+            CpuExecutor(checkpoint, config, Shard(), Solo()).capacity()

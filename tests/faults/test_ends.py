@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -239,3 +240,22 @@ def test_no_process_imports_from_the_folder_that_the_server_stands_in(tmp_path: 
         chat = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3})
         assert chat.status == 200, chat
     assert not mark.exists(), mark.read_text()
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="for machines without a GPU")
+def test_asking_for_a_gpu_where_there_is_none_is_one_line_and_no_second_try():
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.cli",
+        "serve",
+        TINY,
+        "--device",
+        "cuda",
+        "--load-format",
+        "dummy",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("--device cuda: no usable GPU") == 1 and "Traceback" not in done.stderr
