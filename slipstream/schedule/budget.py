@@ -12,7 +12,7 @@ SMOOTH_UP = 0.5  # ... and of one that took longer than thought
 BELIEVED = 3.0  # a measurement counts as at most so many times what was thought: one hiccup of the machine is no rule
 SMALLEST = 16  # the smallest chunk beside decoding rows
 FIRST = 256  # prompt tokens of a step of which nothing was measured and beside which nothing decodes
-LONGEST = 5.0  # seconds that a step without decoding rows should not exceed: --step-timeout is not far, newcomers wait
+LONGEST = 1.0  # seconds that a step without decoding rows should not exceed: newcomers wait for it, and what is aborted too
 LEAST_SHARE = 0.25  # of the target that a chunk may take where the decoding rows alone leave less of it
 
 

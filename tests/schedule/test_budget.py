@@ -36,7 +36,7 @@ def test_a_larger_wish_never_gives_a_smaller_chunk(cap: int, base: float, per_to
 
 
 def test_nothing_that_decodes_means_the_whole_step():
-    assert Budget(2048, 0.016, 0.01, 1e-3).prompt_tokens(0) == 2048
+    assert Budget(2048, 0.016, 0.01, 1e-4).prompt_tokens(0) == 2048
 
 
 def test_a_slow_device_gets_no_step_that_would_count_as_hung():
