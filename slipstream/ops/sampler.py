@@ -17,7 +17,8 @@ from slipstream.ops.collective import Collective
 from slipstream.ops.sampling import adjust, best_of, choose, draw_key, gumbel, noise_bits, spread, token_logprobs, unpack_mask
 
 NO_TOKEN = "no token is allowed here"
-DEAD_END = "the grammar allows no token here"  # and, with other parameters that forbid tokens, none that they allow
+# Other parameters may forbid what a grammar allows, and a grammar may cost too much only here.
+DEAD_END = "the grammar allows no token here, or finding one costs more than it may"
 NOT_FINITE = "the model's logits are not finite"
 _GATHER_ROWS = 64  # rows of whole logits that are held at once
 
