@@ -76,10 +76,12 @@ class Session:
     async def run(self) -> None:
         await self.send("session.created", session=self.settings.describe())
         while True:
-            text = await self.ws.receive_text()
+            message = await self.ws.receive()
+            if message["type"] == "websocket.disconnect":
+                raise Gone
             event: dict[str, Any] = {}
             try:
-                event = _event(text)
+                event = _event(message.get("text"))
                 await self._on(event)
             except SlipstreamError as e:
                 failure = failure_of(e)
@@ -282,9 +284,10 @@ class Hearing:
             self.call.close()
 
 
-def _event(text: str) -> dict[str, Any]:
+def _event(text: str | None) -> dict[str, Any]:
+    """text: None of a binary message."""
     try:
-        event = json.loads(text)
+        event = json.loads(text or "")
     except (ValueError, RecursionError):
         raise BadRequest("an event must be a JSON object") from None
     if not isinstance(event, dict) or not isinstance(event.get("type"), str):

@@ -23,10 +23,23 @@ def _dict(value: Any, param: str) -> dict[str, Any]:
     return value
 
 
+def _only(given: dict[str, Any], names: str, param: str) -> dict[str, Any]:
+    """Raises BadRequest for a field that is not one of `names`; null, [] and {} count as absent."""
+    for name, value in given.items():
+        if value not in (None, [], {}) and name not in names.split():
+            raise BadRequest(f"unknown parameter: {param}.{name[:100]}", f"{param}.{name[:100]}")
+    return given
+
+
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise BadRequest(f"{param}: expected a text of at most {MAX_TEXT} characters", param)
     return value
+
+
+# no tools are had, nothing is traced, and the rest is what a client's copy of a session or a response carries besides
+_IDLE = "tool_choice parallel_tool_calls tracing metadata object id expires_at tools"
+_COMMON = "instructions output_modalities max_output_tokens audio"
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Settings:
     """What `session.update` and `response.create` set."""
 
     model: str = ""
+    id: str = field(default_factory=lambda: "sess_" + secrets.token_hex(8))
     instructions: str = ""
     speaks: bool = True
     voice: str = VOICES[0]
@@ -51,8 +65,14 @@ class Settings:
         if given.get("model") not in (None, self.model):
             raise BadRequest(f"session.model: this server has {self.model!r}", "session.model")
         new = self._common(given, "session")
-        sound = _dict(given.get("audio"), "session.audio")
+        _only(given, f"type model {_COMMON} {_IDLE}", "session")
+        sound = _only(_dict(given.get("audio"), "session.audio"), "input output", "session.audio")
         hears, says = _dict(sound.get("input"), "session.audio.input"), _dict(sound.get("output"), "session.audio.output")
+        _only(hears, "format transcription turn_detection", "session.audio.input")
+        where = "session.audio.input.transcription"
+        words = _only(_dict(hears.get("transcription"), where), "model language", where)  # words are always given
+        if words.get("language") not in (None, "en"):
+            raise BadRequest(f"{where}.language: only en", f"{where}.language")
         for name, side in (("input", hears), ("output", says)):
             format = _dict(side.get("format"), f"session.audio.{name}.format")
             if format.get("type", "audio/pcm") != "audio/pcm" or format.get("rate", 24_000) != 24_000:
@@ -65,7 +85,9 @@ class Settings:
         given = _dict(given, "response")
         if given.get("tools") or given.get("input") or given.get("conversation") not in (None, "auto"):
             raise BadRequest("response: tools, input and conversation are not taken here", "response")
-        says = _dict(_dict(given.get("audio"), "response.audio").get("output"), "response.audio.output")
+        _only(given, f"input conversation {_COMMON} {_IDLE}", "response")
+        sound = _only(_dict(given.get("audio"), "response.audio"), "output", "response.audio")
+        says = _dict(sound.get("output"), "response.audio.output")
         return self._common(given, "response")._output(says, "response.audio.output")
 
     def _common(self, given: dict[str, Any], param: str) -> "Settings":
@@ -87,6 +109,7 @@ class Settings:
 
     def _output(self, says: dict[str, Any], param: str) -> "Settings":
         new = self
+        _only(says, "format voice speed", param)
         if says.get("voice") is not None:
             check_voice(says["voice"], param + ".voice")
         if (speed := says.get("speed")) is not None:
@@ -103,6 +126,8 @@ class Settings:
         given = _dict(given, param)
         if given.get("type", "server_vad") != "server_vad":
             raise BadRequest(f"{param}.type: only server_vad", param + ".type")
+        numbered = "threshold prefix_padding_ms silence_duration_ms"
+        _only(given, f"type {numbered} create_response interrupt_response", param)
         numbers = {}
         for name, most in (("threshold", 1.0), ("prefix_padding_ms", 5000), ("silence_duration_ms", 10_000)):
             value = given.get(name)
@@ -133,7 +158,7 @@ class Settings:
         return {
             "type": "realtime",
             "object": "realtime.session",
-            "id": "sess_" + secrets.token_hex(8),
+            "id": self.id,
             "model": self.model,
             "instructions": self.instructions,
             "output_modalities": ["audio" if self.speaks else "text"],

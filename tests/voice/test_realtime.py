@@ -29,6 +29,9 @@ def test_settings_are_taken_and_told_back():
     told = s.describe()
     assert told["instructions"] == "Be brief." and told["output_modalities"] == ["text"] and told["max_output_tokens"] == "inf"
     assert told["audio"]["input"]["turn_detection"]["silence_duration_ms"] == 200 and not s.interrupts
+    assert told["id"] == s.updated(told).describe()["id"] != Settings().describe()["id"], (
+        "a client may send back what it was told"
+    )
     assert s.speed == 1.5 and s.body() == {"temperature": 0.0}
     assert s.updated({"audio": {"input": {"turn_detection": None}}}).turns is None
     assert s.for_response({"output_modalities": ["audio"], "max_output_tokens": 5}).body() == {
@@ -51,12 +54,23 @@ def test_settings_are_taken_and_told_back():
         ({"audio": {"input": {"format": {"type": "audio/pcm", "rate": 8000}}}}, "session.audio.input.format"),
         ({"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}}, "session.audio.input.turn_detection.type"),
         ({"audio": {"input": {"turn_detection": {"threshold": 7}}}}, "session.audio.input.turn_detection.threshold"),
+        ({"audio": {"input": {"turn_detection": {"eagerness": "low"}}}}, "session.audio.input.turn_detection.eagerness"),
+        ({"audio": {"input": {"noise_reduction": {"type": "near_field"}}}}, "session.audio.input.noise_reduction"),
+        ({"audio": {"input": {"transcription": {"language": "fr"}}}}, "session.audio.input.transcription.language"),
+        ({"temperature": 0.7}, "session.temperature"),
+        ({"voice": "heart"}, "session.voice"),
     ],
 )
 def test_what_a_session_cannot_have_is_refused_by_name(session, param):
     with pytest.raises(BadRequest) as e:
         Settings(model="voice").updated(session)
     assert e.value.param == param
+
+
+def test_a_response_s_unknown_fields_are_refused_by_name():
+    with pytest.raises(BadRequest) as e:
+        Settings().for_response({"metadata": {"a": "b"}, "tools": [], "prompt": None, "temperature": 1})
+    assert e.value.param == "response.temperature"
 
 
 def test_a_conversation_is_bounded_and_truncated_answers_are_forgotten():

@@ -314,7 +314,7 @@ def test_bad_events_get_an_error_event_and_the_session_goes_on(server):
         ws = await connect(server)
         await until(ws, "session.created")
         bad = [
-            "not json", "[]", "{}", json.dumps({"type": "dance"}), append(b"abc"),
+            "not json", b"\x00not text", "[]", "{}", json.dumps({"type": "dance"}), append(b"abc"),
             json.dumps({"type": "input_audio_buffer.append", "audio": "?"}),
             json.dumps({"type": "input_audio_buffer.commit"}), json.dumps({"type": "response.cancel"}),
             json.dumps({"type": "session.update", "session": {"audio": {"output": {"voice": "alloy"}}}}),
