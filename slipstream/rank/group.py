@@ -105,19 +105,16 @@ class Group:
             env=rank_environment(),
         )
         theirs.close()
-        control.send(
-            Setup(
-                config.to_json(spec.engine),
-                spec.model_path,
-                spec.index,
-                self.incarnation,
-                rank,
-                spec.size,
-                spec.first_block + rank,
-                spec.role,
-            ),
-            descriptors,
+        engine = config.to_json(spec.engine)
+        setup = Setup(
+            engine, spec.model_path, spec.index, self.incarnation, rank, spec.size, spec.first_block + rank, spec.role
         )
+        if not control.send(setup, descriptors):
+            self.refused = True
+            self.fail(
+                f"rank {rank} of {spec.size} could not be told its part: the configuration has {len(engine)} bytes and "
+                f"{len(descriptors)} descriptors go with it; a --chat-template can be a file, and one group is for few ranks"
+            )
         return Member(rank, process, control, os.pidfd_open(process.pid))
 
     # --- what happens

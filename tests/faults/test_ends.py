@@ -259,3 +259,11 @@ def test_asking_for_a_gpu_where_there_is_none_is_one_line_and_no_second_try():
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("--device cuda: no usable GPU") == 1 and "Traceback" not in done.stderr
+
+
+def test_a_configuration_that_does_not_fit_into_a_message_is_refused_and_not_waited_for(tmp_path: pathlib.Path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"chat_template: '{'{{ messages }}' * 40_000}'\n")
+    with Server(*TP2, "--config", str(file), wait=False) as server:
+        assert server.wait() == 2
+        assert "could not be told its part" in server.log and "nothing was started" in server.log
