@@ -23,12 +23,13 @@ MAX_UNREAD = 1 << 16  # outputs of one request that wait for its client; only a 
 
 
 class RequestFailed(SlipstreamError):
-    """A component ended the request. `status` is 400 where the request's content is at fault."""
+    """A component ended the request. `status` is 400 where the request's content is at fault, in `param` if that is one."""
 
-    def __init__(self, component: str, message: str, status: int = 500):
+    def __init__(self, component: str, message: str, status: int = 500, param: str | None = None):
         super().__init__(f"{component}: {message}")
         self.component = component
         self.status = status
+        self.param = param
 
 
 class Output(NamedTuple):
@@ -204,9 +205,9 @@ class Conductor:
                 self.took(run, link, count)
             case Done() if run:
                 self._answered(run, group)
-            case Failed(component=component, message=message, status=status) if run:
+            case Failed(component=component, message=message, status=status, param=param) if run:
                 self._answered(run, group)
-                self._fail(run, RequestFailed(component, message, status))
+                self._fail(run, RequestFailed(component, message, status, param))
 
     def _piece(self, run: Run | None, piece: Piece) -> None:
         """Forwards a piece to its group, which also releases it if the request is gone there, or to the client."""

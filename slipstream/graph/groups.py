@@ -210,7 +210,7 @@ class TaskGroup:
                 if id in self._tasks:
                     self._piece(id, i, join(pieces), False)
         except BadRequest as e:
-            failure = Failed(id, self.components[0], str(e), 400)
+            failure = Failed(id, self.components[0], str(e), 400, e.param)
         except Exception as e:
             failure = Failed(id, self.components[0], str(e) or type(e).__name__)
         finally:

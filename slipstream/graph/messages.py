@@ -87,6 +87,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     component: str
     message: str
     status: int = 500
+    param: str | None = None  # the parameter at fault
 
 
 ToWork = Open | Feed | Stop | Abort | Took  # about one request

@@ -33,6 +33,7 @@ class Result:
     done: bool = False  # the row has ended
     error: str | None = None  # the request ends with this message
     refused: bool = False  # and its content is at fault
+    param: str | None = None  # and of that, this parameter
 
 
 StepFunction = Callable[[Sequence[Row]], Sequence[Result]]

@@ -197,7 +197,7 @@ class Work:
             if len(rows) > 1 and all(row.branches == [None] for row in rows):
                 return [self.run(name, [row])[0] for row in rows]
             if isinstance(e, BadRequest):
-                return [Result(error=str(e), refused=True) for _ in rows]
+                return [Result(error=str(e), refused=True, param=e.param) for _ in rows]
             return [Result(error=f"{type(e).__name__}: {e}") for _ in rows]
 
     def settle(self, rows: Sequence[Row], results: Sequence[Result]) -> None:
@@ -216,7 +216,7 @@ class Work:
             job.steps += 1
             fault = result.error or self._fault(job, result)
             if fault:
-                self._fail(job, fault, result.refused)
+                self._fail(job, fault, result.refused, result.param)
                 continue
             self._keep(job, result)
             if not self._route(job, result):
@@ -324,9 +324,9 @@ class Work:
             del self.requests[request.id]
             self.effects.append(Done(request.id))
 
-    def _fail(self, job: Job, message: str, refused: bool = False) -> None:
+    def _fail(self, job: Job, message: str, refused: bool = False, param: str | None = None) -> None:
         self._drop(job.request)
-        self.effects.append(Failed(job.request.id, job.component.name, message, 400 if refused else 500))
+        self.effects.append(Failed(job.request.id, job.component.name, message, 400 if refused else 500, param))
 
     def fail(self, id: int, component: str, message: str) -> None:
         """Ends a request whose piece could not be read or sent."""

@@ -98,7 +98,7 @@ class DecoderStep:
             try:
                 results[i] = self._begin(row, state) if state.window is None else None
             except BadRequest as e:
-                results[i] = Result(error=str(e), refused=True)
+                results[i] = Result(error=str(e), refused=True, param=e.param)
         stepping = [i for i, r in enumerate(results) if r is None and states[i].window is not None]
         if stepping:
             slots = [s for i in stepping if (s := states[i].slot)]

@@ -242,7 +242,7 @@ def failure_of(error: Exception) -> Failure:
     """What a client is told; a component's failure with its name."""
     if isinstance(error, RequestFailed):
         code = "component_refused" if error.status < 500 else "component_failed"
-        return Failure(error.status, str(error), None, code)
+        return Failure(error.status, str(error), error.param, code)
     return to_failure(error)
 
 

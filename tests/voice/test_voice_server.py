@@ -146,7 +146,7 @@ def test_a_spoken_question_gets_a_spoken_answer(server):
         (encode(np.zeros(8000 * 3600, np.int16), 8000, "flac"), {}, 413, "file"),
         (bytes(26 << 20), {}, 413, "file"),
         (QUESTION, {"model": "other"}, 404, "model"),
-        (QUESTION, {"language": "de"}, 400, None),
+        (QUESTION, {"language": "de"}, 400, "language"),
         (QUESTION, {"response_format": "xml"}, 400, "response_format"),
         (QUESTION, {"temperature": "hot"}, 400, "temperature"),
         (QUESTION, {"timestamp_granularities[]": "word"}, 400, "timestamp_granularities[]"),
