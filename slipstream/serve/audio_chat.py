@@ -102,11 +102,21 @@ def _audio_parts(body: VoiceChatBody) -> list[tuple[str, str]]:
     return out
 
 
+_WITHOUT = ("logprobs", "top_logprobs", "return_token_ids", "tools", "response_format", "structured_outputs")
+
+
 def _check(body: VoiceChatBody, speaks: bool, front: Front) -> str:
     """The format of the answer's audio, "" for none. Raises BadRequest for what a spoken conversation cannot have."""
-    for field in ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "tools", "response_format"):
+    for field in _WITHOUT:
         if getattr(body, field, None) and not (field == "response_format" and body.response_format == {"type": "text"}):
             raise BadRequest(f"{field}: not together with audio", field)
+    if body.prompt_logprobs is not None:
+        raise BadRequest("prompt_logprobs: not together with audio", "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise BadRequest("stream_options: only with stream=true", "stream_options")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        where = "stream_options.continuous_usage_stats"
+        raise BadRequest(f"{where}: not together with audio", where)
     if (body.n or 1) != 1:
         raise BadRequest("n: only 1 with audio", "n")
     if body.continue_final_message:
