@@ -87,7 +87,7 @@ class ServerConfig:
     served_model_name: str | None = option(None, "the name clients use (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health", secret=True)
     api_server_count: int = option(1, "front-end processes that share the address", least=1, most=64)
-    drain_timeout: float = option(30.0, "seconds that SIGTERM leaves running requests", least=0)
+    drain_timeout: float = option(20.0, "seconds that SIGTERM leaves running requests", least=0)
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls; auto sees it in the chat template",

@@ -63,7 +63,7 @@ class Supervisor:
         self.fronts: list[FrontEnd] = []
         self.on_attach, self.on_down = on_attach, on_down
         self.on_ready: Callable[[], None] | None = None
-        self.drain_timeout = 30.0
+        self.drain_timeout = 20.0
         self.failed = {spec.index: 0 for spec in specs}  # starts in a row
         self.restart_at: dict[int, float] = {}
         self.code: int | None = None  # the exit code, once it is known
