@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 
 SHORT = 0.005  # seconds of work below which nothing is learned
-LOST = 0.7  # of its time that the working thread ran, below which others are taken to want the cores
+KEPT = 0.75  # of its time that the working thread ran, on average, below which others are taken to want the cores
+SMOOTH = 0.3  # weight of the latest work in that average: a hiccup of the machine is no sign
 HOLD = 0.5  # seconds of one thread before the machine is looked at again ...
 HOLD_MOST = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
 SPARE = 0.7  # of a core that must have been free for each further thread
@@ -40,6 +41,7 @@ class Crew:
         self.count = most
         self._free = free
         self._hold = HOLD
+        self._kept = 1.0
         self._since = 0.0  # when the last look at the machine was ...
         self._free_then = 0.0  # ... and what it said
         self._well_since = 0.0  # since when all threads have kept their cores
@@ -59,7 +61,8 @@ class Crew:
         """A piece of work took `wall` seconds up to `now`, of which its thread ran for `ran`."""
         if self.count == 1 or wall < SHORT:
             return
-        if ran < LOST * wall:
+        self._kept += SMOOTH * (ran / wall - self._kept)
+        if self._kept < KEPT:
             self._set(1)
             self._hold = HOLD if now - self._well_since > HOLD_MOST else min(2 * self._hold, HOLD_MOST)
             self._since, self._free_then = now, self._free()
@@ -76,5 +79,5 @@ class Crew:
         self._since, self._free_then = now, free
 
     def _set(self, count: int) -> None:
-        self.count = count
+        self.count, self._kept = count, 1.0
         torch.set_num_threads(count)

@@ -259,5 +259,5 @@ def rank_environment() -> dict[str, str]:
     """
     environment = child_environment()
     environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1")
-    environment.setdefault("GOMP_SPINCOUNT", "5000")
+    environment.setdefault("GOMP_SPINCOUNT", "10000")
     return environment

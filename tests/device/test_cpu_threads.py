@@ -29,6 +29,11 @@ def crew_of(machine: Machine, most: int = 2) -> Crew:
     return Crew(most, lambda: machine.idle)
 
 
+def loses_cores(crew: Crew, machine: Machine) -> None:
+    for _ in range(2):
+        crew.observe(machine.now, 0.4, 0.2)
+
+
 def test_work_that_keeps_its_core_keeps_its_threads(machine):
     crew = crew_of(machine)
     for _ in range(50):
@@ -39,13 +44,23 @@ def test_work_that_keeps_its_core_keeps_its_threads(machine):
 
 def test_short_work_is_no_sign(machine):
     crew = crew_of(machine)
-    crew.observe(machine.now, 0.002, 0.0001)
+    for _ in range(9):
+        crew.observe(machine.now, 0.002, 0.0001)
+    assert crew.count == 2
+
+
+def test_one_hiccup_is_no_sign(machine):
+    crew = crew_of(machine)
+    for _ in range(5):
+        crew.observe(machine.now, 0.06, 0.02)
+        for _ in range(9):
+            crew.observe(machine.now, 0.02, 0.0199)
     assert crew.count == 2
 
 
 def test_one_thread_is_left_where_others_take_the_cores_until_there_is_room_for_more(machine):
     crew = crew_of(machine, most=3)
-    crew.observe(machine.now, 0.4, 0.05)
+    loses_cores(crew, machine)
     assert crew.count == 1 == torch.get_num_threads()
     machine.passes(HOLD, 1.0)
     crew.look(machine.now)
@@ -63,7 +78,7 @@ def test_threads_that_lose_their_cores_again_and_again_are_tried_less_often(mach
     crew = crew_of(machine)
     waits = []
     for _ in range(8):
-        crew.observe(machine.now, 0.4, 0.05)
+        loses_cores(crew, machine)
         since = machine.now
         while crew.count == 1:
             machine.passes(0.1, 1.0)
@@ -73,7 +88,7 @@ def test_threads_that_lose_their_cores_again_and_again_are_tried_less_often(mach
     assert waits[0] == pytest.approx(HOLD, abs=0.11) and waits[-1] == pytest.approx(HOLD_MOST, abs=0.11)
     assert waits == sorted(waits)
     machine.passes(HOLD_MOST + 1, 1.0)
-    crew.observe(machine.now, 0.4, 0.05)
+    loses_cores(crew, machine)
     machine.passes(HOLD, 1.0)
     crew.look(machine.now)
     assert crew.count == 2, "after a long good time the wait is short again"
