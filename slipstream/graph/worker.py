@@ -37,9 +37,9 @@ from slipstream.graph.model import Model
 from slipstream.graph.placement import resolve
 from slipstream.graph.rows import Row
 from slipstream.graph.work import Work
-from slipstream.rank.board import STATES, Board, BoardWriter
-from slipstream.rank.control import MAX_REASON, Control, begin_member
-from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Ready, Setup
+from slipstream.rank.board import Board, BoardWriter
+from slipstream.rank.control import MAX_REASON, Control, begin_member, report_ready
+from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
 
@@ -242,8 +242,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     if control.receive() is None:
         return 0
     board.set("beat_ns", time.monotonic_ns())
-    board.set("state", STATES.index("ready"))
-    control.send(Ready())
+    report_ready(control, board)
     Worker(spec, control, arena, lambda: Work(model, spec.components, steps), board).loop()
     return 0
 

@@ -12,15 +12,15 @@ from slipstream.device.select import build_executor, resolve_device
 from slipstream.errors import ConfigError, ModelError
 from slipstream.log.grammar import MakeMatcher
 from slipstream.log.replica import Limits, Replica
-from slipstream.rank.board import STATES, Board
+from slipstream.rank.board import Board
 from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.rank.compiler import Compiler
-from slipstream.rank.control import MAX_REASON, Control, begin_member
+from slipstream.rank.control import MAX_REASON, Control, begin_member, report_ready
 from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
 from slipstream.rank.leader import Leader
 from slipstream.rank.leader_driver import LeaderDriver
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Begin, Fault, Loaded, Ready, Setup
+from slipstream.rank.protocol import Begin, Fault, Loaded, Setup
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 
@@ -60,8 +60,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     board.set("beat_ns", time.monotonic_ns())
     parts = Parts(executor, control, board, compiler, spare_cores(setup.size))
     driver = build_driver(engine, setup, begin, parts, fds[2:])
-    board.set("state", STATES.index("ready"))
-    control.send(Ready())
+    report_ready(control, board)
     code = driver.run()
     os._exit(code)  # device threads may hang in a sum that a dead peer will never finish
 
