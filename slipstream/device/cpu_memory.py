@@ -1,5 +1,6 @@
 """What this machine's CPU and memory offer a rank: number type, threads, pages."""
 
+import mmap
 import os
 
 import numpy as np
@@ -44,13 +45,19 @@ def threads_per_rank(ranks: int) -> int:
 def allocate_caches(cache: CacheShape, pages: int, block: int, dtype: torch.dtype) -> list[Tensor]:
     """Per layer [pages + 1, block, 2 * heads, head_dim] of zeros.
 
-    From calloc: pages that were never written take no memory.
+    Pages that were never written take no memory. They come in the kernel's small pages: a huge one would be taken for every
+    layer in the same step, whose streams would wait for it.
     """
     shape = (pages + 1, block, 2 * cache.heads, cache.head_dim)
     size = int(np.prod(shape)) * dtype.itemsize
     if not size:
         return [torch.empty(shape, dtype=dtype)] * cache.layers
-    return [torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape) for _ in range(cache.layers)]
+    out = []
+    for _ in range(cache.layers):
+        memory = mmap.mmap(-1, size)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        out.append(torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape))
+    return out
 
 
 def pages_for(each: int, wanted: int, ranks: int, given: int | None, block: int) -> int:
