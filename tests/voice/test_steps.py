@@ -26,7 +26,8 @@ def hear(steps, *audios, **params):
         work.on(Feed(id, 0, audio, True))
         work.on(Took(id, 3, 1000))  # a client that reads
     while taken := work.take():
-        work.settle(*taken, work.run(*taken))
+        name, rows = taken
+        work.settle(rows, work.run(name, rows))
     out = []
     for id in range(len(audios)):
         mine = [e for e in work.effects if e.id == id]
