@@ -21,7 +21,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def free_seconds() -> float:
-    """Seconds that the machine's cores have been free, together, since it started; 0 where the system does not say.
+    """Seconds that the machine's cores have been free, together, since it started; as if always where the system does not say.
 
     Free are idle cores, those that wait for a disk, and those with programs that stand back for everybody (`nice`).
     """
@@ -30,7 +30,7 @@ def free_seconds() -> float:
             _, _, nice, _, idle, waiting, *_ = f.readline().split()
         return (int(nice) + int(idle) + int(waiting)) * _TICK
     except (OSError, ValueError):
-        return 0.0
+        return time.monotonic() * (os.cpu_count() or 1)
 
 
 class Crew:
