@@ -30,8 +30,9 @@ from slipstream.models.registry import build
 from slipstream.ops import sampler
 from slipstream.ops.collective import SharedMemory
 from slipstream.ops.interface import Ops
+from slipstream.ops.prompt_blocks import ROWS, SPARE
 from slipstream.ops.symmetric import PROGRAMS, Symmetric
-from slipstream.ops.triton_ops import PREFILL_ROWS, CudaOps, CudaStep, check_shape
+from slipstream.ops.triton_ops import CudaOps, CudaStep, check_shape
 from slipstream.ops.triton_sample import NO_TOKEN
 from slipstream.ops.triton_step import decode_prepare_kernel, gather_kernel, ids_kernel
 from slipstream.rank.board import BoardWriter
@@ -156,9 +157,8 @@ class CudaExecutor:
         self.tiles = self.ops.tile_caches(self.caches, block)
         self.slots, self.nobody = slots, slots
         self.tables = CudaTables(slots, max_len, block, device)
-        tile = PREFILL_ROWS
-        self.layout = Layout(self._most, slots, -(-self._most // tile) + min(slots, self._most))
-        self.inputs = StepInputs(self.layout, device)
+        self.layout = Layout(self._most, slots, -(-self._most // ROWS) + min(slots, self._most) + SPARE)
+        self.inputs = StepInputs(self.layout, self.ops.cutter(self.model.layers[0].attention.heads.queries), device)
         self.inputs.slots.fill_(self.nobody)
         self.inputs.sample_slot.fill_(self.nobody)
         self.everyone = torch.full((1,), 1 << 30, dtype=torch.int32, device=device)
@@ -186,7 +186,7 @@ class CudaExecutor:
         i = self.inputs
         return CudaStep(
             i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.tiles,
-            self.scratch, self.prompt_scratch, self.block, decode_rows, decodes, prompts, i.blocks, i.counts[1:2],
+            self.scratch, self.prompt_scratch, self.block, decode_rows, decodes, prompts, i.parts, i.counts[1:2],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:
@@ -258,7 +258,7 @@ class CudaExecutor:
         bucket = padded(self._token_buckets, tokens)
         judged = self.chooser.judged(batch)
         size = bucket if bucket is not None else round_up(tokens, 64)
-        self.inputs.upload_step(batch, size, self.nobody, PREFILL_ROWS, flight.buffers)
+        self.inputs.upload_step(batch, size, self.nobody, flight.buffers)
         if bucket is not None and not judged:
             self._graphs.run("tokens", bucket)
             return

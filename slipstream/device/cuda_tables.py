@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.log.request import Request
+from slipstream.ops.prompt_blocks import COLUMNS, Cutter
 from slipstream.ops.sampling import mix
 from slipstream.ops.triton_kernel import cdiv
 from slipstream.ops.triton_step import pages_kernel
@@ -88,27 +89,27 @@ class Layout:
 
     tokens: int
     rows: int
-    blocks: int
+    parts: int
 
     @property
     def size(self) -> int:
-        return 2 * self.tokens + 3 * self.rows + 4 * self.blocks + 4
+        return 2 * self.tokens + 3 * self.rows + COLUMNS * self.parts + 4
 
     def split(self, buffer):
-        """Views (slots, positions, sample token, sample slot, sample position, blocks, counts) of a NumPy or torch buffer."""
-        sizes = (self.tokens, self.tokens, self.rows, self.rows, self.rows, 4 * self.blocks, 4)
+        """Views (slots, positions, sample token, sample slot, sample position, parts, counts) of a NumPy or torch buffer."""
+        sizes = (self.tokens, self.tokens, self.rows, self.rows, self.rows, COLUMNS * self.parts, 4)
         ends = np.cumsum(sizes).tolist()
         return tuple(buffer[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
 class StepInputs:
-    """The device's columns of a step. counts: (decode rows, prompt blocks, 0, 0)."""
+    """The device's columns of a step. counts: (decode rows, parts of prompt blocks, 0, 0)."""
 
-    def __init__(self, layout: Layout, device: torch.device):
-        self.layout = layout
+    def __init__(self, layout: Layout, cutter: Cutter, device: torch.device):
+        self.layout, self.cutter = layout, cutter
         self.buffer = torch.zeros(layout.size, dtype=torch.int32, device=device)
         (
-            self.slots, self.positions, self.sample_token, self.sample_slot, self.sample_position, self.blocks, self.counts
+            self.slots, self.positions, self.sample_token, self.sample_slot, self.sample_position, self.parts, self.counts
         ) = layout.split(self.buffer)  # fmt: skip
         self.ids = torch.zeros(layout.tokens, dtype=torch.int32, device=device)
 
@@ -119,10 +120,10 @@ class StepInputs:
         view[len(slots) : padded] = nobody
         self.slots[:padded].copy_(buffers.inputs[:padded], non_blocking=True)
 
-    def upload_step(self, batch, padded: int, nobody: int, tile: int, buffers: StepBuffers) -> None:
-        """All columns of a step with prompt chunks: `padded` tokens, prompt rows cut into blocks of `tile`."""
+    def upload_step(self, batch, padded: int, nobody: int, buffers: StepBuffers) -> None:
+        """All columns of a step of `padded` tokens that has prompt chunks."""
         view = self.layout.split(buffers.inputs_view)
-        slots, positions, sample_token, sample_slot, sample_position, blocks, counts = view
+        slots, positions, sample_token, sample_slot, sample_position, parts, counts = view
         ends = np.cumsum(batch.counts)
         firsts = ends - batch.counts
         total = int(ends[-1])
@@ -135,11 +136,6 @@ class StepInputs:
         sample_slot[:n] = batch.slots[batch.samples]
         sample_position[:n] = (batch.starts + batch.counts)[batch.samples]
         sample_token[n:], sample_slot[n:], sample_position[n:] = 0, nobody, 0
-        at = 0
-        for i in range(batch.decodes, len(batch.slots)):
-            slot, start, count, first = int(batch.slots[i]), int(batch.starts[i]), int(batch.counts[i]), int(firsts[i])
-            for offset in range(0, count, tile):
-                blocks[at : at + 4] = slot, start + offset, first + offset, min(tile, count - offset)
-                at += 4
-        counts[:2] = batch.decodes, at // 4
+        prompts = np.stack([batch.slots, batch.starts, firsts, batch.counts], 1)[batch.decodes :]
+        counts[:2] = batch.decodes, self.cutter.cut(prompts.tolist(), parts.reshape(-1, COLUMNS))
         self.buffer.copy_(buffers.inputs, non_blocking=True)

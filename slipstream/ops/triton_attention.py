@@ -3,40 +3,53 @@
 """Paged attention in Triton: decode rows split over the cache, prompt rows in blocks; both read tables and lengths on the device.
 
 The cache of one layer is [pages + 1, key heads, block, head_dim] for keys and for values: the tokens of one head in one page lie
-together, so that a program reads whole pages in a row. Page 0 is nobody's. Nothing here depends on a host-side plan: grids follow
-from captured sizes, and programs without work leave at once.
+together, so that a program reads whole pages in a row. Page 0 is nobody's. Grids follow from captured sizes, and programs without
+work leave at once; how prompts are cut comes with a step's inputs (`ops.prompt_blocks`).
 """
 
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.ops import prompt_blocks
 from slipstream.ops.triton_kernel import jit, tl
+
+TILE = 64  # tokens of the cache that a kernel takes at a time
+COLUMNS = tl.constexpr(prompt_blocks.COLUMNS)
+PAIR = tl.constexpr(prompt_blocks.PAIR)
+
+
+def decode_tile(cache):
+    """A cache [pages + 1, heads, block, head_dim] as the descriptor of tiles that `decode_tiles_kernel` reads."""
+    d = cache.shape[-1]
+    return TensorDescriptor.from_tensor(cache.view(-1, d), [TILE, d])
 
 
 @jit
 def _finish_split(
-    acc, total, best, partial, stats, arrived, out_at, keep, unit, split, splits, used, M: tl.constexpr, DP: tl.constexpr
+    acc, total, best, partial, stats, arrived, out_at, keep, parts, mine, first, stride, M: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
     """Writes the output of M queries where their cache has one part; else the last part to arrive joins them all.
 
-    partial float32 [units * splits, M, DP], stats float32 [units * splits, 2, M], arrived int32 [units], zero before and after.
+    partial float32 [places, M, DP], stats float32 [places, 2, M], arrived int32, zero before and after; the parts' places are
+    `first`, `first` + `stride` and so on, this one's is `mine`.
     """
     m = tl.arange(0, M)
     d = tl.arange(0, DP)
-    if used == 1:
+    if parts == 1:
         tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
     else:
-        mine = unit * splits + split
         tl.store(partial + mine * M * DP + m[:, None] * DP + d[None, :], acc, mask=keep)
         tl.store(stats + mine * 2 * M + m, best)
         tl.store(stats + mine * 2 * M + M + m, total)
         tl.debug_barrier()  # every thread's stores come before the one atomic of this program
-        if tl.atomic_add(arrived + unit, 1, sem="acq_rel") == used - 1:
-            tl.store(arrived + unit, 0)
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived, 0)
             top = tl.full([M], -float("inf"), tl.float32)
-            for i in range(used):
-                top = tl.maximum(top, tl.load(stats + (unit * splits + i) * 2 * M + m, cache_modifier=".cg"))
+            for i in range(parts):
+                top = tl.maximum(top, tl.load(stats + (first + i * stride) * 2 * M + m, cache_modifier=".cg"))
             total = tl.zeros([M], tl.float32)
             acc = tl.zeros([M, DP], tl.float32)
-            for i in range(used):
-                part = unit * splits + i
+            for i in range(parts):
+                part = first + i * stride
                 weight = tl.exp2(tl.load(stats + part * 2 * M + m, cache_modifier=".cg") - top)
                 total += weight * tl.load(stats + part * 2 * M + M + m, cache_modifier=".cg")
                 at = partial + part * M * DP + m[:, None] * DP + d[None, :]
@@ -97,7 +110,8 @@ def decode_kernel(
         best = top
     out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
     unit = row.to(tl.int64) * HEADS + head
-    _finish_split(acc, total, best, partial, stats, arrived, out_at, keep, unit, split, splits, used, 16, DP)
+    first = unit * splits
+    _finish_split(acc, total, best, partial, stats, arrived + unit, out_at, keep, used, first + split, first, 1, 16, DP)
 
 
 @jit
@@ -194,79 +208,54 @@ def decode_tiles_kernel(
     keep = (g[:, None] < GROUP) & (d < D)[None, :]
     out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
     unit = row.to(tl.int64) * HEADS + head
-    _finish_split(acc, total, best, partial, stats, arrived, out_at, keep, unit, split, splits, used, 16, D)
-
-
-@jit
-def _even_splits(units, programs, MOST: tl.constexpr, ROOM: tl.constexpr):
-    """Into how many parts each unit is cut so that `programs` programs end at about the same time; a part costs a little more."""
-    best = tl.cdiv(units, programs) * programs * 1000 // units
-    splits = 1
-    for s in tl.static_range(2, MOST + 1):
-        cost = tl.cdiv(units * s, programs) * programs * (1000 + 40 * (s - 1)) // (units * s)
-        better = (cost < best) & (units * s <= ROOM)
-        splits = tl.where(better, s, splits)
-        best = tl.where(better, cost, best)
-    return splits
+    first_place = unit * splits
+    _finish_split(
+        acc, total, best, partial, stats, arrived + unit, out_at, keep, used, first_place + split, first_place, 1, 16, D
+    )  # fmt: skip
 
 
 @jit
 def prefill_kernel(
-    qkv, keys, values, tables, blocks, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    qkv, keys, values, tables, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, LEAST: tl.constexpr, TILES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of up to M consecutive tokens of one request, by query head, causal over the request's whole cache.
 
-    blocks int32 [*, 4]: (slot, position of the block's first token, its index in the step, tokens); `count` int32 [1] blocks are real.
-    As many programs as there are multiprocessors share them: few blocks are cut along the cache into up to MOST parts of at least
-    LEAST tokens, so that a short chunk behind a long context is no slower than its work. TILES: see `decode_tiles_kernel`.
+    parts int32 [*, COLUMNS] of blocks, `count` int32 [1] of them real: see `ops.prompt_blocks`, which cuts them so that as many
+    programs as there are multiprocessors end at about the same time.
     """
-    units = tl.load(count) * HEADS * GROUP
+    items = tl.load(count) * HEADS * GROUP
     programs = tl.num_programs(0)
-    splits = _even_splits(tl.maximum(units, 1), programs, MOST, ROOM)
     m = tl.arange(0, M)
     d = tl.arange(0, DP)
-    for item in range(tl.program_id(0), units * splits, programs):
-        unit, split = item // splits, item % splits
-        query = unit % (HEADS * GROUP)
-        block = blocks + unit // (HEADS * GROUP) * 4
-        slot = tl.load(block)
-        position = tl.load(block + 1)
-        token = tl.load(block + 2)
-        rows = tl.load(block + 3)
-        length = position + rows
-        per, used = _cut(length, splits, LEAST, N)
-        if split < used:
-            head = query // GROUP
-            table = tables + slot.to(tl.int64) * table_stride
-            keep = (m[:, None] < rows) & (d < D)[None, :]
-            q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
-            q = tl.load(q_at, mask=keep, other=0.0)
-            best = tl.full([M], -1e30, tl.float32)
-            total = tl.zeros([M], tl.float32)
-            acc = tl.zeros([M, DP], tl.float32)
-            limit = position + m
-            first = split * per
-            last = tl.minimum(first + per, length)
-            seen = tl.maximum(first, tl.minimum((position + 1) // N * N, last))  # every query sees all of [first, seen)
-            if TILES:
-                acc, total, best = _attend_tiles(
-                    acc, total, best, q, table, keys, values, first, seen, limit, head, scale, HEADS, BLOCK, N, False, PRECISION
-                )  # fmt: skip
-                acc, total, best = _attend_tiles(
-                    acc, total, best, q, table, keys, values, seen, last, limit, head, scale, HEADS, BLOCK, N, True, PRECISION
-                )  # fmt: skip
-            else:
-                acc, total, best = _attend(
-                    acc, total, best, q, table, keys, values, first, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP,
-                    PRECISION,
-                )  # fmt: skip
-                acc, total, best = _attend(
-                    acc, total, best, q, table, keys, values, seen, last, limit, head, d, scale, HEADS, D, BLOCK, N, True,
-                    PRECISION,
-                )  # fmt: skip
-            out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
-            where = unit.to(tl.int64)
-            _finish_split(acc, total, best, partial, stats, arrived, out_at, keep, where, split, splits, used, M, DP)
+    for item in range(tl.program_id(0), items, programs):
+        query = item % (HEADS * GROUP)
+        part = parts + item // (HEADS * GROUP) * COLUMNS
+        position = tl.load(part + 1)
+        token = tl.load(part + 2)
+        rows = tl.load(part + 3)
+        first = tl.load(part + 4) * PAIR
+        last = tl.minimum(tl.load(part + 5) * PAIR, position + rows)
+        head = query // GROUP
+        table = tables + tl.load(part).to(tl.int64) * table_stride
+        keep = (m[:, None] < rows) & (d < D)[None, :]
+        q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
+        q = tl.load(q_at, mask=keep, other=0.0)
+        best = tl.full([M], -1e30, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DP], tl.float32)
+        limit = position + m
+        seen = tl.maximum(first, tl.minimum((position + 1) // N * N, last))  # every query sees all of [first, seen)
+        acc, total, best = _attend(
+            acc, total, best, q, table, keys, values, first, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP, PRECISION
+        )  # fmt: skip
+        acc, total, best = _attend(
+            acc, total, best, q, table, keys, values, seen, last, limit, head, d, scale, HEADS, D, BLOCK, N, True, PRECISION
+        )  # fmt: skip
+        out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
+        mine = tl.load(part + 7) * HEADS * GROUP + query
+        start = tl.load(part + 8) * HEADS * GROUP + query
+        _finish_split(
+            acc, total, best, partial, stats, arrived + start, out_at, keep, tl.load(part + 6), mine, start, HEADS * GROUP, M, DP
+        )  # fmt: skip

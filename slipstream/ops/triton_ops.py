@@ -12,19 +12,17 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.layers.shard import Shard
+from slipstream.ops.hopper_prefill import hopper_prefill_kernel, prompt_tile
 from slipstream.ops.interface import Attention
+from slipstream.ops.prompt_blocks import ROWS, UNITS, Cutter
 from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
-from slipstream.ops.triton_attention import decode_kernel, decode_tiles_kernel, prefill_kernel
+from slipstream.ops.triton_attention import TILE, decode_kernel, decode_tile, decode_tiles_kernel, prefill_kernel
 from slipstream.ops.triton_kernel import cdiv, power, tl
 from slipstream.ops.triton_rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
 from slipstream.ops.triton_sum import meet_kernel, sum_add_norm_kernel
 
 LOG2E = 1.4426950408889634
 TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-PREFILL_ROWS = 128  # tokens of a prompt in one program
-PREFILL_SPLITS = 8  # parts of a prompt block's cache at most
-PREFILL_UNITS = 1056  # parts that there is room for
-TILE = 64  # tokens of the cache that attention takes at a time
 MEETERS = 132  # rows up to which each row's program meets its peers by itself
 
 
@@ -66,6 +64,14 @@ class Scratch:
     arrived: Tensor  # int32, zeros between kernels
 
 
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """One layer's (keys, values) as tensor descriptors of tiles [TILE, head_dim]: each kernel language has its own kind."""
+
+    decode: tuple[Any, Any]  # Triton's
+    prompt: tuple[Any, Any]  # Gluon's
+
+
 def splits_of(rows: int, heads: int) -> tuple[int, int]:
     """Into how many parts a decode row's cache may be cut, and the fewest tokens of a part (measured: docs/gpu_log.md)."""
     units = rows * heads
@@ -82,7 +88,7 @@ class CudaStep:
     """One step's inputs on the device. Tokens [0, decodes) are one row each, prompt tokens follow, then padding.
 
     `decode_rows` is a grid's size: an upper bound that a captured graph keeps; `decodes` int32 [1] says on the device how many
-    are real. With `prompts`, so does `block_count` int32 [1] of `blocks`, which are those of `prefill_kernel`.
+    are real. With `prompts`, so does `part_count` int32 [1] of `parts`, which are those of `prefill_kernel`.
     """
 
     ids: Tensor  # int32 [T]
@@ -90,15 +96,15 @@ class CudaStep:
     slots: Tensor  # int32 [T]
     tables: Tensor  # int32 [slots + 1, columns]
     caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
-    tiles: list[tuple[Any, Any]] | None  # the same caches as descriptors of tiles, where `tile_rows` allows
+    tiles: list[Tiles] | None  # the same caches as descriptors of tiles, where `tile_caches` allows
     scratch: Scratch
     prompt_scratch: Scratch
     block: int
     decode_rows: int
     decodes: Tensor
     prompts: bool = False
-    blocks: Tensor | None = None
-    block_count: Tensor | None = None
+    parts: Tensor | None = None
+    part_count: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -166,53 +172,67 @@ class CudaOps:
             qkv.stride(0), columns, q_norm.eps, HEADS=heads.keys, GROUP=group, GP=power(group + 2), D=d, HALF=power(d // 2),
             BLOCK=step.block, NORM=spec.q_norm is not None, num_warps=4,
         )  # fmt: skip
-        scale = spec.scale * LOG2E
-        s, n = step.scratch, tile_tokens(d, self.dtype.itemsize)
-        sizes = (scale, qkv.stride(0), columns)
-        shape = {"HEADS": heads.keys, "GROUP": group, "D": d, "BLOCK": step.block, "N": n, "PRECISION": self.precision}
-        decode, stages = decode_tiles_kernel, (2, 4)
-        if step.tiles:
-            keys, values = step.tiles[spec.layer]
-        else:
-            shape["DP"] = power(d)
-            decode, stages = decode_kernel, (3, 5) if n == TILE else (2, 2)
-
-        def decode_part() -> None:
-            splits, least = splits_of(step.decode_rows, heads.keys)
-            decode[(step.decode_rows, heads.keys, splits)](
-                qkv, keys, values, step.tables, step.slots, step.positions, step.decodes, s.partial, s.stats, s.arrived, out,
-                *sizes, splits, least, num_warps=4, num_stages=stages[0], **shape,
-            )  # fmt: skip
-
         if not step.prompts:
-            decode_part()
+            self._attend_decodes(qkv, out, spec, step)
             return out
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):  # decode rows wait for memory, prompt rows for arithmetic
-            decode_part()
-        p = step.prompt_scratch
-        prefill_kernel[(self.processors,)](
-            qkv, keys, values, step.tables, step.blocks, step.block_count, p.partial, p.stats, p.arrived, out, *sizes,
-            M=PREFILL_ROWS, MOST=PREFILL_SPLITS, ROOM=PREFILL_UNITS, LEAST=512, TILES=step.tiles is not None,
-            num_warps=8, num_stages=stages[1], **shape | {"DP": power(d)},
-        )  # fmt: skip
+            self._attend_decodes(qkv, out, spec, step)
+        self._attend_prompts(qkv, out, spec, step)
         torch.cuda.current_stream().wait_stream(self._side)
         return out
 
-    def tile_caches(self, caches: list[tuple[Tensor, Tensor]], block: int) -> list[tuple[Any, Any]] | None:
+    def _attend_decodes(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
+        s, keys = step.scratch, spec.heads.keys
+        splits, least = splits_of(step.decode_rows, keys)
+        if step.tiles:
+            kernel, cache, stages, options = decode_tiles_kernel, step.tiles[spec.layer].decode, 2, self._shape(spec, step)
+        else:
+            kernel, cache, options = decode_kernel, step.caches[spec.layer], self._padded_shape(spec, step)
+            stages = 3 if options["N"] == TILE else 2
+        kernel[(step.decode_rows, keys, splits)](
+            qkv, *cache, step.tables, step.slots, step.positions, step.decodes, s.partial, s.stats, s.arrived, out,
+            spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0), splits, least, num_warps=4, num_stages=stages, **options,
+        )  # fmt: skip
+
+    def _attend_prompts(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
+        p = step.prompt_scratch
+        arrays = step.tables, step.parts, step.part_count, p.partial, p.stats, p.arrived, out
+        sizes = spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0)
+        if step.tiles:
+            h = spec.heads
+            hopper_prefill_kernel[(self.processors,)](
+                qkv, *step.tiles[spec.layer].prompt, *arrays, *sizes, HEADS=h.keys, GROUP=h.queries // h.keys, D=spec.head_dim,
+                BLOCK=step.block, STAGES=2, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+        else:
+            options = self._padded_shape(spec, step)
+            prefill_kernel[(self.processors,)](
+                qkv, *step.caches[spec.layer], *arrays, *sizes, M=ROWS, num_warps=8,
+                num_stages=5 if options["N"] == TILE else 2, **options,
+            )  # fmt: skip
+
+    def _shape(self, spec: Attention, step: CudaStep) -> dict[str, Any]:
+        h, d = spec.heads, spec.head_dim
+        n = tile_tokens(d, self.dtype.itemsize)
+        return {
+            "HEADS": h.keys, "GROUP": h.queries // h.keys, "D": d, "BLOCK": step.block, "N": n, "PRECISION": self.precision
+        }  # fmt: skip
+
+    def _padded_shape(self, spec: Attention, step: CudaStep) -> dict[str, Any]:
+        return self._shape(spec, step) | {"DP": power(spec.head_dim)}
+
+    def tile_caches(self, caches: list[tuple[Tensor, Tensor]], block: int) -> list[Tiles] | None:
         """Descriptors of the caches in tiles [TILE, head_dim] that the copy engine brings, or None where kernels use addresses.
 
         Tiles need pages of a multiple of TILE tokens, 16-bit numbers, heads of 64 or 128 and a Hopper GPU.
         """
-        if not caches or block % TILE or self.dtype.itemsize != 2 or torch.cuda.get_device_capability(self.device)[0] < 9:
+        if not caches or block % TILE or self.dtype.itemsize != 2 or torch.cuda.get_device_capability(self.device)[0] != 9:
             return None
-        from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
-
         d = caches[0][0].shape[-1]
         if d not in (64, 128) or not caches[0][0].numel():
             return None
-        describe = lambda c: TensorDescriptor.from_tensor(c.view(-1, d), [TILE, d])
-        return [(describe(k), describe(v)) for k, v in caches]
+        return [Tiles((decode_tile(k), decode_tile(v)), (prompt_tile(k), prompt_tile(v))) for k, v in caches]
 
     def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
         both = weight.apply(x)
@@ -264,13 +284,17 @@ class CudaOps:
             s.flags.addresses, s.counts, s.fault, s.rank, FAULT_NS, WORLD=s.size, PROGRAMS=PROGRAMS, num_warps=1
         )  # fmt: skip
 
+    def cutter(self, queries: int) -> Cutter:
+        """How a step's prompts are shared among this device's multiprocessors."""
+        return Cutter(queries, self.processors)
+
     def prompt_scratch(self, head_dim: int) -> Scratch:
         """Room for the parts of prompt blocks; apart from the decode rows', which are computed at the same time."""
         options = {"dtype": torch.float32, "device": self.device}
         return Scratch(
-            torch.empty(PREFILL_UNITS * PREFILL_ROWS * power(head_dim), **options),
-            torch.empty(PREFILL_UNITS * PREFILL_ROWS * 2, **options),
-            torch.zeros(PREFILL_UNITS, dtype=torch.int32, device=self.device),
+            torch.empty(UNITS * ROWS * power(head_dim), **options),
+            torch.empty(UNITS * ROWS * 2, **options),
+            torch.zeros(2 * UNITS, dtype=torch.int32, device=self.device),
         )
 
     def scratch(self, most_rows: int, heads: int, head_dim: int) -> Scratch:

@@ -30,6 +30,7 @@ from slipstream.rank.events import (
 )
 from slipstream.rank.loop import Rank
 from slipstream.rank.protocol import Finished, PromptLogprobs, Refused, Started, Tokens
+from slipstream.schedule.budget import Load
 from slipstream.schedule.planner import Plan, Planner
 
 WINDOW = 64  # entries that may lack a reply
@@ -46,8 +47,13 @@ class Flying(NamedTuple):
 
     seq: int
     at: float
-    decodes: int
-    prompt_tokens: int
+    load: Load
+
+
+def load_of(batch: Batch, tokens: int) -> Load:
+    d, prompt_tokens = batch.decodes, tokens - batch.decodes
+    context = float(batch.starts[d:] @ batch.counts[d:]) / prompt_tokens if prompt_tokens else 0.0
+    return Load(d, prompt_tokens, context)
 
 
 class Leader(Rank):
@@ -192,7 +198,7 @@ class Leader(Rank):
         flying = self.flying.popleft()
         seconds = outcome.seconds or self.now - max(flying.at, self.arrived_at)
         self.arrived_at = self.now
-        self.planner.budget.observe(flying.decodes, flying.prompt_tokens, seconds)
+        self.planner.budget.observe(flying.load, seconds)
         if self.flying:
             self.lead = max(self.lead * LEAD_FALLS, LEAD_SECONDS)
         elif self.depth > 1 and (len(self.replica.decoding) or self.replica.prefilling):
@@ -231,7 +237,7 @@ class Leader(Rank):
         How early that is, is learned: a busy machine wakes a sleeping process late.
         """
         running = self.flying[0]
-        expected = self.planner.budget.expected(running.decodes, running.prompt_tokens)
+        expected = self.planner.budget.expected(running.load)
         return max(running.at, self.arrived_at) + expected * (1 - LEAD) - self.lead
 
     def write(self, plan: Plan) -> Iterator[Effect]:
@@ -257,7 +263,7 @@ class Leader(Rank):
     def launched(self, entry: Entry, batch: Batch) -> None:
         assert entry.step is not None
         tokens = batch.tokens
-        self.flying.append(Flying(batch.seq, self.now, batch.decodes, tokens - batch.decodes))
+        self.flying.append(Flying(batch.seq, self.now, load_of(batch, tokens)))
         self.steps[ORDERS[entry.step.order]] += 1
         self.step_tokens.append(tokens)
 

@@ -1,11 +1,14 @@
 """How many prompt tokens may join a step, so that no stream waits longer than it should.
 
-The user states a wish (`--target-itl-ms`), not a chunk size. Step times are measured: a step of d decoding rows and p prompt
-tokens is taken to last base + p * per_token, both learned as moving averages.
+The user states a wish (`--target-itl-ms`), not a chunk size. Step times are measured: a step with p prompt tokens, each with c
+tokens of its request before its row, is taken to last base + p * (per_token + c * per_seen). The base is a moving average; the
+other two follow each step's error by normalized least mean squares, so that a prompt's end costs what ends cost and the next
+prompt's beginning what beginnings do.
 """
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SMOOTH = 0.2  # weight of the newest measurement ...
 SMOOTH_UP = 0.5  # ... and of one that took longer than thought
@@ -13,6 +16,8 @@ BELIEVED = 3.0  # a measurement counts as at most so many times what was thought
 SMALLEST = 16  # the smallest chunk beside decoding rows
 FIRST = 256  # prompt tokens of a step of which nothing was measured and beside which nothing decodes
 LONGEST = 1.0  # seconds that a step without decoding rows should not exceed: newcomers wait for it, and what is aborted too
+FAR = 8192  # tokens before a row at which what it sees weighs as much in learning as what it is
+STEEPEST = 4.0  # what a token sees at FAR costs at most so many times what it costs by itself
 LEAST_SHARE = 0.25  # of the target that a chunk may take where the decoding rows alone leave less of it
 
 
@@ -26,6 +31,14 @@ def sizes(cap: int) -> list[int]:
     return [*out, cap]
 
 
+class Load(NamedTuple):
+    """What a step has to do: decoding rows, prompt tokens, and how many tokens a prompt's row has before it, on the average."""
+
+    decodes: int
+    prompt_tokens: int = 0
+    context: float = 0.0
+
+
 @dataclass
 class Budget:
     """`cap`: tokens a step at most (--max-num-batched-tokens). `target`: seconds a step beside decoding rows, or None."""
@@ -33,48 +46,63 @@ class Budget:
     cap: int
     target: float | None = None
     base: float = 0.0  # seconds of a step without prompt tokens
-    per_token: float = 0.0  # seconds more per prompt token
+    per_token: float = 0.0  # seconds more per prompt token ...
     largest: int = 0  # most prompt tokens measured beside decoding rows
+    per_seen: float = 0.0  # ... and per token that it has before its row
 
     def __post_init__(self) -> None:
         self._sizes = sizes(self.cap)
 
-    def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
+    def cost(self, context: float) -> float:
+        """Seconds more per prompt token that has `context` tokens before its row; 0 when nothing is known."""
+        return self.per_token + context * self.per_seen
+
+    def observe(self, load: Load, seconds: float) -> None:
         """Learns from one step, which had the device for itself for `seconds`."""
-        if not prompt_tokens:
-            if decodes:
+        if not load.prompt_tokens:
+            if load.decodes:
                 self.base += SMOOTH * (min(seconds, BELIEVED * self.base) - self.base) if self.base else seconds
             return
-        if prompt_tokens < SMALLEST:
+        if load.prompt_tokens < SMALLEST:
             return  # too little to tell the tokens' share
-        share = max(seconds - self.base, 1e-9) / prompt_tokens
-        if not self.per_token:
+        share = max(seconds - self.base, 1e-9) / load.prompt_tokens
+        thought = self.cost(load.context)
+        if not thought:
             self.per_token = share
         else:  # a step that took long is believed sooner than one that was short
-            weight = SMOOTH_UP if share > self.per_token else SMOOTH
-            self.per_token += weight * (min(share, BELIEVED * self.per_token) - self.per_token)
-        if decodes:
-            self.largest = max(self.largest, prompt_tokens)
+            weight = SMOOTH_UP if share > thought else SMOOTH
+            change = weight * (min(share, BELIEVED * thought) - thought)
+            self._move(thought + change, change, load.context / FAR)
+        if load.decodes:
+            self.largest = max(self.largest, load.prompt_tokens)
 
-    def prompt_tokens(self, decodes: int) -> int:
-        """Prompt tokens that may join a step of `decodes` decoding rows, which then has a quantized size.
+    def _move(self, cost: float, change: float, far: float) -> None:
+        """Makes `cost`, which is `change` more than before, the cost at a context of far * FAR."""
+        steep = self.per_seen * FAR + change * far / (1 + far * far)
+        steep = min(max(steep, 0.0), STEEPEST * cost / (1 + STEEPEST * far))
+        self.per_seen = steep / FAR
+        self.per_token = cost - far * steep
 
-        Beside decoding rows the chunk at most doubles from one measurement to the next.
+    def prompt_tokens(self, decodes: int, context: float = 0.0) -> int:
+        """Prompt tokens, each with `context` before its row, that may join a step of `decodes` decoding rows.
+
+        The step then has a quantized size. Beside decoding rows the chunk at most doubles from one measurement to the next.
         """
         room = self.cap - decodes
+        cost = self.cost(context)
         if not decodes:
-            return min(room, max(int(LONGEST / self.per_token), SMALLEST) if self.per_token else FIRST)
+            return min(room, max(int(LONGEST / cost), SMALLEST) if cost else FIRST)
         if self.target is None or room <= 0:
             return max(room, 0)
         most = max(2 * self.largest, SMALLEST)
-        if not self.per_token:
+        if not cost:
             return min(most, room)
-        wish = max(self.target - self.base, LEAST_SHARE * self.target) / self.per_token
+        wish = max(self.target - self.base, LEAST_SHARE * self.target) / cost
         if most < wish:
             return min(most, room)
         at = bisect_right(self._sizes, decodes + wish)
         return min(max(self._sizes[at - 1] - decodes if at else 0, SMALLEST), room)
 
-    def expected(self, decodes: int, prompt_tokens: int) -> float:
+    def expected(self, load: Load) -> float:
         """Seconds that such a step should take; 0 when nothing is known."""
-        return self.base + self.per_token * prompt_tokens if decodes or prompt_tokens else 0.0
+        return self.base + self.cost(load.context) * load.prompt_tokens

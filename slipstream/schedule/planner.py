@@ -54,6 +54,7 @@ class Planner:
         self.slot_of: dict[int, int] = {}  # request id -> slot
         self.order: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
+        self._context = 0.0  # tokens before a prompt token of the last step, on the average
         self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
 
     # --- what comes in
@@ -77,11 +78,10 @@ class Planner:
         plan = Plan()
         self._drop(plan)
         decoding = self._decode_rows()
-        room = self.budget.prompt_tokens(len(decoding))
         self._return_preempted(plan)
-        self._admit(plan, room)
+        self._admit(plan, self._room(decoding))
         decoding = self._make_room(plan, decoding)
-        rows = self._cut_prompts(room)
+        rows = self._cut_prompts(self._room(decoding))
         if len(decoding) or rows:
             plan.step = self._step(decoding, rows, depth)
         return plan
@@ -272,18 +272,33 @@ class Planner:
         pages = -(-tokens // replica.limits.block)
         if not pages or pages > len(replica.free_host):
             return False
-        return self.copy_seconds * pages < self.budget.per_token * tokens
+        return self.copy_seconds * pages < self.budget.cost(tokens / 2) * tokens
+
+    def _room(self, decoding: np.ndarray) -> int:
+        """Prompt tokens that may join. How many depends on where in their prompts they are: where a first cut puts them."""
+        if not self.replica.prefilling:
+            return self.budget.prompt_tokens(len(decoding))
+        rows = self._cut_prompts(self.budget.prompt_tokens(len(decoding), self._context))
+        tokens = sum(count for _, _, count in rows)
+        self._context = sum(start * count for _, start, count in rows) / tokens if tokens else 0.0
+        return self.budget.prompt_tokens(len(decoding), self._context)
 
     def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
-        """Chunks (slot, start, count). Half of the room belongs to the oldest prompt, the rest goes to the shortest ones."""
+        """Chunks (slot, start, count). The oldest prompt comes first, then the others in their order.
+
+        Prompts that have less than half as much left as the oldest overtake it with half of the room, the shortest first: they
+        need not wait for it, while of two about equally long ones both would only end later, were they to share.
+        """
         replica = self.replica
         left = {s: int(replica.target[s] - replica.launched[s]) for s in replica.prefilling}
         if not left or room <= 0:
             return []
-        oldest = min(left, key=lambda s: self.order[s])
-        counts = {oldest: min(left[oldest], room - room // 2)}
+        by_age = sorted(left, key=lambda s: self.order[s])
+        oldest = by_age[0]
+        short = sorted((s for s in by_age if 2 * left[s] < left[oldest]), key=lambda s: left[s])
+        counts = {oldest: min(left[oldest], room - room // 2 if short else room)}
         room -= counts[oldest]
-        for slot in sorted(left, key=lambda s: (left[s], self.order[s])):
+        for slot in (*short, *by_age):
             more = min(left[slot] - counts.get(slot, 0), room)
             if more > 0:
                 counts[slot] = counts.get(slot, 0) + more

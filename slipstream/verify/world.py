@@ -9,7 +9,7 @@ from slipstream.log.batch import Outcome
 from slipstream.log.replica import Replica
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
-from slipstream.schedule.budget import Budget
+from slipstream.schedule.budget import Budget, Load
 from slipstream.schedule.planner import Planner
 
 HOLD, GO = 0.0, 0.9  # what the leader is told for the time: before, or after, the moment at which it plans ahead
@@ -20,10 +20,10 @@ UNSENT, LIVE, ABORTED, OVER = range(4)  # a request as the front end sees it
 class FixedBudget(Budget):
     """Learns nothing, so that no measured time is part of a state."""
 
-    def observe(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
+    def observe(self, load: Load, seconds: float) -> None:
         pass
 
-    def expected(self, decodes: int, prompt_tokens: int) -> float:
+    def expected(self, load: Load) -> float:
         return STEP_SECONDS
 
 

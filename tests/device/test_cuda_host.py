@@ -65,18 +65,19 @@ def test_ff23_padding_rows_name_nobody():
     """Nobody's block table is all zeros, so what padding rows write goes to page 0, which is given to no request."""
     pytest.importorskip("triton", reason="the tables' module launches kernels")
     from slipstream.device.cuda_tables import Layout, StepInputs
+    from slipstream.ops.prompt_blocks import Cutter
 
-    layout = Layout(tokens=64, rows=8, blocks=16)
-    inputs = StepInputs(layout, torch.device("cpu"))
+    layout = Layout(tokens=256, rows=8, parts=80)
+    inputs = StepInputs(layout, Cutter(4, 132), torch.device("cpu"))
     host = torch.full((layout.size,), 7, dtype=torch.int32)
     buffers = types.SimpleNamespace(inputs=host, inputs_view=host.numpy())
     column = lambda *values: np.array(values, np.int32)
     samples = np.array([True, True, False])
-    batch = Batch(0, column(3, 1, 2), column(9, 30, 0), column(1, 1, 20), samples, 2, np.zeros((0, 3), np.int32))
-    inputs.upload_step(batch, 32, 8, 16, buffers)
-    assert inputs.slots[:32].tolist() == [3, 1] + [2] * 20 + [8] * 10
-    assert inputs.positions[:32].tolist() == [9, 30, *range(20), *[0] * 10]
+    batch = Batch(0, column(3, 1, 2), column(9, 30, 0), column(1, 1, 150), samples, 2, np.zeros((0, 3), np.int32))
+    inputs.upload_step(batch, 160, 8, buffers)
+    assert inputs.slots[:160].tolist() == [3, 1] + [2] * 150 + [8] * 8
+    assert inputs.positions[:160].tolist() == [9, 30, *range(150), *[0] * 8]
     assert inputs.sample_slot.tolist() == [3, 1] + [8] * 6
     assert inputs.sample_position[:2].tolist() == [10, 31]
-    assert inputs.blocks[:8].tolist() == [2, 0, 2, 16, 2, 16, 18, 4]
+    assert inputs.parts[:18].tolist() == [2, 128, 130, 22, 0, 2, 1, 0, 0, 2, 0, 2, 128, 0, 1, 1, 0, 0]
     assert inputs.counts[:2].tolist() == [2, 2]

@@ -281,6 +281,22 @@ def mixed(feeder: Feeder, rows: int, chunk: int, context: int, steps: int) -> tu
     return float(np.median(np.diff(feeder.times)) * 1e3), statistics.median(feeder.host) * 1e6
 
 
+def sustained(feeder: Feeder, rows: int, chunk: int, context: int, rounds: int = 6) -> float:
+    """Milliseconds a step over seconds without a pause, when a GPU has come down to the clock that its power allows."""
+    decode, rng = np.arange(rows, dtype=np.int32), np.random.default_rng(chunk)
+    context = max(0, context - 4 * chunk)
+    begin = 0.0
+    for i in range(rounds):
+        slot = 100 + i
+        feeder.admit(slot, rng.integers(0, 1000, context + 8 * chunk), temperature=0.0)
+        feeder.length[slot] = context
+        for _ in range(8):
+            feeder.step(decode, [(slot, chunk, False)])
+        if i == 1:
+            begin, first = time.perf_counter(), feeder.seq
+    return (time.perf_counter() - begin) / (feeder.seq - first) * 1e3
+
+
 def speed(rank: int, size: int, fd: int, path: str, profile: str):
     import torch
 
@@ -309,6 +325,10 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
     for rows, length, steps in ((1, 900, 100), (16, 900, 60), (48, 890, 100), (128, 890, 60)):
         ms, host = steady(feeder, rows, length, steps)
         say(f"TP {size} decode {rows:4d} rows at {length}: {ms:.3f} ms a step, host {host:.0f} us", flush=True)
+    for chunk in (496, 752, 880, 944, 1008, 1520, 2032):
+        ms = sustained(feeder, 16, chunk, 12000)
+        feeder.drain()
+        say(f"TP {size} 16 decodes + chunk {chunk} at 12000, sustained: {ms:.2f} ms, {chunk / ms:.1f} ktok/s", flush=True)
     for rows, chunk, context in ((16, 240, 12000), (16, 496, 12000), (16, 1008, 12000), (1, 1023, 0)):
         ms, host = mixed(feeder, rows, chunk, context, 8)
         rate = chunk / ms
@@ -322,29 +342,43 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
     return True
 
 
-def trace(feeder: Feeder, profile: str, rank: int) -> None:
-    """Where the time of a decode step at 48 rows and of a mixed step goes, by kernel."""
+def trace(feeder: Feeder, profile: str, rank: int, steps: int = 8) -> None:
+    """Where the time of a decode step at 48 rows and of a mixed step goes, by kernel, and how long the device did nothing."""
     import torch
     from torch.profiler import ProfilerActivity
 
     decode = np.arange(48, dtype=np.int32)
     for label, chunks in (("decode 48", ()), ("decode 16 + 1008", ((100, 1008, False),))):
         rows = decode if not chunks else decode[:16]
-        feeder.step(rows, list(chunks))
+        for _ in range(3):
+            feeder.step(rows, list(chunks))
         feeder.drain()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as p:
-            for _ in range(3):
+            for _ in range(steps):
                 feeder.step(rows, list(chunks))
             feeder.drain()
             torch.cuda.synchronize()
         if rank == 0:
-            found = sorted(p.key_averages(), key=lambda e: -e.self_device_time_total)[:22]
-            print(f"--- {label}, 3 steps")
-            for e in found:
-                total = e.self_device_time_total
-                line = f"{total / 3e3:8.3f} ms/step {e.count / 3:6.0f} x {total / e.count:8.2f} us"
-                print(f"{line}  {e.key[:90]}")
+            events = [e for e in p.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+            events = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.duration_ns())
+            print(f"--- {label}, {steps} steps: {(events[-1][1] - events[0][0]) / 1e6 / steps:.3f} ms a step")
+            idle: dict[tuple[str, str], list[int]] = {}
+            until, before = events[0][0], ""
+            for start, end, name in events:
+                if start > until:
+                    idle.setdefault((before[:28], name[:28]), []).append(start - until)
+                if end > until:
+                    until, before = end, name
+            print(f"{sum(map(sum, idle.values())) / 1e6 / steps:8.3f} ms/step nothing ran")
+            spent: dict[str, list[int]] = {}
+            for start, end, name in events:
+                spent.setdefault(name[:80], []).append(end - start)
+            between = {f"between {one} and {two}": gaps for (one, two), gaps in idle.items()}
+            for times, most in ((between, 12), (spent, 16)):
+                for name, found in sorted(times.items(), key=lambda x: -sum(x[1]))[:most]:
+                    each = f"{len(found) / steps:6.1f} x {sum(found) / len(found) / 1e3:8.2f} us"
+                    print(f"{sum(found) / 1e6 / steps:8.3f} ms/step {each}  {name}")
             sys.stdout.flush()
 
 

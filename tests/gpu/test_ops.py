@@ -1,5 +1,6 @@
 """The Triton operations against the same arithmetic in float64, on fresh random inputs and poisoned outputs."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +62,7 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     from slipstream.ops.interface import Attention
+    from slipstream.ops.prompt_blocks import COLUMNS
     from slipstream.ops.triton_ops import CudaStep, Norm
 
     ops = make_ops(dtype)
@@ -97,21 +99,23 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     qkv = torch.randn(padded, (queries + 2 * keys) * dim, device=DEVICE, dtype=dtype)
     positions = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
     slots = torch.full((padded,), rows, dtype=torch.int32, device=DEVICE)
-    blocks, at = [], 0
+    prompts, at = [], 0
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         positions[at : at + count] = torch.arange(start, start + count, dtype=torch.int32)
         slots[at : at + count] = row
         if row >= decodes:
-            blocks += [(row, start + o, at + o, min(128, count - o)) for o in range(0, count, 128)]
+            prompts.append((row, start, at, count))
         at += count
     wanted = reference_attention(
         qkv[:total].view(total, -1, dim), past, positions[:total].long(), counts, heads, dim, table, norms
     )  # fmt: skip
+    parts = np.zeros((128, COLUMNS), np.int32)
+    count = ops.cutter(queries).cut(prompts, parts)
     put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     step = CudaStep(
         positions, positions, slots, tables, [(cache[0], cache[1])], ops.tile_caches([(cache[0], cache[1])], block),
-        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), block, min(8, max(1, decodes)), put([decodes]), bool(blocks),
-        put(blocks + [(0, 0, 0, 0)] * 2), put([len(blocks)]),
+        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), block, min(8, max(1, decodes)), put([decodes]), bool(prompts),
+        put(parts), put([count]),
     )  # fmt: skip
     for _ in range(3):  # the splits' counters are zero again after each kernel
         got = ops.attention(qkv.clone(), spec, step)[:total]

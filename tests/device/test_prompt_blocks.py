@@ -1,0 +1,61 @@
+"""How prompts are cut for the prefill kernels: everything once, nothing too large, programs that end together."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.ops.prompt_blocks import COLUMNS, PAIR, ROWS, SPARE, UNITS, Cutter
+
+prompts = st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 2048)), min_size=1, max_size=12)
+
+
+def cut(chunks: list[tuple[int, int]], queries: int = 16, programs: int = 132) -> list[list[int]]:
+    rows, index = [], 0
+    for slot, (position, tokens) in enumerate(chunks):
+        rows.append((slot, position, index, tokens))
+        index += tokens
+    blocks = sum(-(-tokens // ROWS) for _, tokens in chunks)
+    out = np.full((blocks + SPARE, COLUMNS), -1, np.int32)
+    n = Cutter(queries, programs).cut(rows, out)
+    assert (out[n:] == -1).all()
+    return out[:n].tolist()
+
+
+@given(prompts, st.integers(1, 64), st.sampled_from([78, 132, 144]))
+def test_the_parts_of_a_block_follow_one_another_from_its_first_token_to_its_last(chunks, queries: int, programs: int):
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    for *block, begin, end, parts, place, first in cut(chunks, queries, programs):
+        found.setdefault(tuple(block), []).append([begin, end, parts, place, first])
+    tokens = {slot: [] for slot in range(len(chunks))}
+    places: list[int] = []
+    for (slot, position, index, count), parts in found.items():
+        tokens[slot].append((position, index, count))
+        parts.sort()
+        assert [p[0] for p in parts] == [0, *(p[1] for p in parts[:-1])]
+        assert parts[-1][1] == -(-(position + count) // PAIR)
+        assert all(begin < end and n == len(parts) for begin, end, n, _, _ in parts)
+        if len(parts) > 1:
+            assert [p[3] - p[4] for p in parts] == list(range(len(parts)))
+            places += [p[3] for p in parts]
+    assert len(places) == len(set(places)) and len(places) * queries <= UNITS
+    index = 0
+    for slot, (position, count) in enumerate(chunks):
+        for at, place, n in sorted(tokens[slot]):
+            assert (at, place) == (position, index) and n <= ROWS
+            position, index = position + n, index + n
+            count -= n
+        assert count == 0
+
+
+def test_programs_have_about_equally_much_to_do():
+    """The longest turn of a program against an even share, in pairs of tiles, for chunks as a busy server has them."""
+    for chunks, worst in (
+        ([(12_000, 1008)], 1.1), ([(12_000, 752)], 1.15), ([(12_000, 496)], 1.1), ([(12_000, 240)], 1.1),
+        ([(3000, 512), (9000, 512)], 1.2), ([(18_000, 400), (6000, 400)], 1.2), ([(0, 2048)], 1.1), ([(5000, 16)], 1.1),
+    ):  # fmt: skip
+        items = np.repeat([end - begin for *_, begin, end, _, _, _ in cut(chunks)], 16)
+        turns = np.zeros(-(-len(items) // 132) * 132)
+        turns[: len(items)] = items
+        turns = turns.reshape(-1, 132)
+        turns[1::2] = turns[1::2, ::-1]
+        assert turns.sum(0).max() <= worst * items.sum() / 132, chunks
