@@ -118,13 +118,14 @@ class Worker:
             first()  # one that failed must not hold back the burst
 
         async def one(job: Job) -> None:
+            body = msgspec.Raw(msgspec.json.encode(self._body(job)))  # now: encoding it later would hold up the streams
             while not self.shared.burst_at.value:
                 await asyncio.sleep(0.005)
                 with self.shared.burst_at.get_lock():
                     if self.shared.decoding.value >= streams and not self.shared.burst_at.value:
                         self.shared.burst_at.value = time.monotonic() + self.task.burst_delay
             await _sleep_until(self.shared.burst_at.value)
-            await self._send(job)
+            await self._send(job, body=body)
 
         jobs = self.task.jobs[self.part :: self.parts]
         await asyncio.gather(*(stream(j) if j.kind == "stream" else one(j) for j in jobs))
@@ -143,23 +144,27 @@ class Worker:
             seed = conversation.index * 16 + i
             history += prompt_ids(self.task.seed, seed, turn.new_len, self.task.target.vocab)
             job = Job(conversation.index, "turn", len(history), turn.output_len)
-            record = await self._send(job, prompt=history, leave_after=turn.leave_after, turn=i)
+            body = completion(self.task.target, history, job)
+            record = await self._send(job, body=body, leave_after=turn.leave_after, turn=i)
             if not record.ok:
                 return
             history += record.token_ids
+
+    def _body(self, job: Job) -> dict[str, typing.Any]:
+        target = self.task.target
+        return completion(target, prompt_ids(self.task.seed, job.index, job.prompt_len, target.vocab), job)
 
     async def _send(
         self,
         job: Job,
         *,
-        prompt: list[int] | None = None,
+        body: typing.Any = None,
         on_token: Callable[[], None] | None = None,
         leave_after: int | None = None,
         turn: int = 0,
     ) -> Record:
         """Sends one request to its end; whatever happens is in the record, which is kept."""
-        ids = prompt if prompt is not None else prompt_ids(self.task.seed, job.index, job.prompt_len, self.task.target.vocab)
-        body = completion(self.task.target, ids, job)
+        body = body or self._body(job)
         record = Record(job.index, job.kind, job.prompt_len, job.output_len, time.monotonic(), turn=turn)
         self.records.append(record)
         ids_come, keep = self.task.target.token_ids, self.task.keep_ids

@@ -19,7 +19,7 @@ from slipstream.config import EngineConfig
 from slipstream.device.cuda_choice import Chooser, Extras
 from slipstream.device.cuda_memory import choose_device, pages_that_fit, resolve_dtype
 from slipstream.device.cuda_offload import HostPages
-from slipstream.device.cuda_tables import CudaTables, Layout, StepBuffers, StepInputs, round_up
+from slipstream.device.cuda_tables import CudaTables, Layout, StepBuffers, StepInputs, pinned, round_up
 from slipstream.device.executor import Batch, Capacity, Executor, Outcome, StepFailed
 from slipstream.device.graphs import Graphs, decode_buckets, padded, token_buckets
 from slipstream.device.memory import page_bytes
@@ -39,6 +39,7 @@ from slipstream.rank.board import BoardWriter
 
 BLOCK = 64  # tokens of a page unless the user says otherwise: what the copy engine brings in one piece (`ops.triton_ops.TILE`)
 DEPTH = 8  # places of the outcome ring, and launches that may be in flight
+LONG = 0.5  # seconds after which a step's kernels are looked at
 _MEETING_TIMEOUT = 120.0  # seconds that the ranks of a group may take to find each other
 
 
@@ -64,6 +65,7 @@ class Flight:
         self.ended: torch.cuda.Event  # outlives the flight: the next step is placed in time by it
         self.arrived = torch.cuda.Event()
         self.seq = -1
+        self.at = 0.0  # of its launch, seconds
         self.samples = 0
         self.masked: frozenset[int] = frozenset()  # sampling rows under a grammar's mask
         self.extras: Extras | None = None
@@ -103,6 +105,7 @@ class CudaExecutor:
             part = -(-self.model.vocab // shard.size)
             self.symmetric.allocate(self._most, self.model.config.hidden, self.ops.dtype, config.max_num_seqs, part)
         self.copy_seconds = 0.0
+        self._look, self._meetings, self._looked_at = torch.cuda.Stream(device), pinned(1), 0.0
         self._flying: collections.deque[Flight] = collections.deque()
         self._clock: tuple[torch.cuda.Event, int] | None = None
 
@@ -234,6 +237,7 @@ class CudaExecutor:
     def launch_forward(self, batch: Batch) -> None:
         flight = self._free.popleft()
         flight.seq, flight.extras, flight.masked = batch.seq, None, frozenset()
+        flight.at = time.monotonic()
         flight.ended = next(self._ends)
         flight.started.record(self.stream)
         self.tables.write_pages(batch.pages, flight.buffers)
@@ -307,9 +311,25 @@ class CudaExecutor:
                 flight = self._flying.popleft()
                 out.append(self._outcome(flight))
                 self._free.append(flight)
+            if self._flying and not out:
+                self._look_at(self._flying[0])
         except RuntimeError as e:
             raise StepFailed(f"CUDA: {e}") from e
         return out
+
+    def _look_at(self, flight: Flight) -> None:
+        """Where a step takes long, tells the board to how many meetings of the ranks this one's kernels have come.
+
+        Of ranks that wait for one another, the one with the fewest is the one that hangs. The copy has a stream of its own, so
+        it does not wait for the step.
+        """
+        now = time.monotonic()
+        if self.board is None or now < max(flight.at, self._looked_at) + LONG or not self._look.query():
+            return
+        self.board.set("collective", int(self._meetings.numpy()[0]))
+        self._looked_at = now
+        with torch.cuda.stream(self._look):
+            self._meetings.copy_(self.symmetric.counts[:1], non_blocking=True)
 
     def _outcome(self, flight: Flight) -> Outcome:
         view = flight.buffers.outcome_view

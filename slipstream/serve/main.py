@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from contextlib import contextmanager
 
@@ -36,6 +37,7 @@ log = logging.getLogger("slipstream.serve")
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
+SWITCH_SECONDS = 0.0005  # that the loop waits for a thread at work on a prompt, each time it has let go of the interpreter
 FLUSH_SECONDS = 2.0  # for last answers to reach their clients
 
 
@@ -174,6 +176,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # every client is a descriptor
+    sys.setswitchinterval(SWITCH_SECONDS)
     process = Process(Control(args.control_fd))
     asyncio.run(process.run())
 

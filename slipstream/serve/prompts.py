@@ -47,10 +47,10 @@ def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
     for m in getattr(body, "messages", None) or ():
         size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
         size += sum(len(call.function.arguments) for call in m.tool_calls or ())
-    prompt = getattr(body, "prompt", None)
-    if isinstance(prompt, str):
+    prompt = getattr(body, "prompt", None) or ""
+    if len(prompt) > INLINE_CHARS:  # a text, or very many ids: not to be counted one by one here
         return size + len(prompt)
-    return size + sum(1 if isinstance(p, int) else len(p) for p in prompt or ())
+    return size + (len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(p, int) else len(p) for p in prompt))
 
 
 def completion_prompts(body: CompletionBody, plan: Plan, tokenizer: Tokenizer, limits: Limits) -> list[Prompt]:
