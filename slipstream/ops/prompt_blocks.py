@@ -48,7 +48,7 @@ class Cutter:
             parts += [(*block, pairs * i // n, pairs * (i + 1) // n, n, place + i, place) for i in range(n)]
             place += n if n > 1 else 0
         parts.sort(key=lambda part: part[4] - part[5])
-        out[: len(parts)] = parts
+        out[: len(parts)] = np.array(parts, np.int32).reshape(-1, COLUMNS)
         return len(parts)
 
     def _parts(self, pairs: list[int]) -> list[int]:

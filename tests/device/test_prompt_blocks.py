@@ -47,6 +47,10 @@ def test_the_parts_of_a_block_follow_one_another_from_its_first_token_to_its_las
         assert count == 0
 
 
+def test_a_step_without_prompts_has_no_parts():
+    assert cut([]) == []
+
+
 def test_programs_have_about_equally_much_to_do():
     """The longest turn of a program against an even share, in pairs of tiles, for chunks as a busy server has them."""
     for chunks, worst in (
