@@ -8,6 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from slipstream.errors import BadRequest
 from slipstream.log.request import Request
 from slipstream.serve.answer import Answer
 from slipstream.serve.bodies import ChatBody, CompletionBody
@@ -63,7 +64,14 @@ async def completions(http: HttpRequest) -> Response:
 
 
 def requests_of(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
-    """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k)."""
+    """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k).
+
+    Raises BadRequest for more than may ever wait together: that answer would not come later either.
+    """
+    count, most = plan.n * len(prompts), front.engine_config.max_queue
+    if count > most:
+        what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
+        raise BadRequest(f"{what} make {count} requests, and --max-queue is {most}; send fewer at a time", param)
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
     grammar, out = plan.grammar, []
     for prompt in prompts:
