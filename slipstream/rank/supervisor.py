@@ -22,7 +22,8 @@ TICK = 0.1  # seconds between looks at the board
 TRIES = 6  # starts in a row that may fail without a token served in between
 BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
 ONE_ASKING = 0.0005  # seconds within which several askings to stop count as one
-GRACE = 5.0  # seconds that a drained front end gets to exit
+GRACE = 5.0  # seconds that a drained front end gets to exit ...
+HURRY = 1.0  # ... and one that was told twice
 
 
 @dataclass
@@ -68,6 +69,7 @@ class Supervisor:
         self.restart_at: dict[int, float] = {}
         self.code: int | None = None  # the exit code, once it is known
         self.draining_until: float | None = None
+        self.hurried = False
         self._attached: dict[int, int] = {}  # group -> incarnation that front ends know of
         self._selector = selectors.DefaultSelector()
         self._asked_at = -1.0  # when `stop` was last heeded
@@ -81,7 +83,8 @@ class Supervisor:
     def stop(self) -> None:
         """Asks for an orderly end; from any thread or signal handler.
 
-        Asked again it is an end at once, except within ONE_ASKING: a signal to the process and one to its group are one.
+        Asked again, open answers get their error and no more time; asked a third time it is an end at once. What comes within
+        ONE_ASKING is one asking: a signal to the process and one to its group are one.
         """
         now = time.monotonic()
         if now - self._asked_at < ONE_ASKING:
@@ -111,10 +114,14 @@ class Supervisor:
                 told = self._stop_read.recv(64)
             except BlockingIOError:
                 return
-            if self.draining_until is not None or len(told) > 1 or not self.fronts:
-                self.code = 0  # asked twice, or nobody has anything to end
-            else:
-                self._drain()
+            for _ in told:
+                if not self.fronts or self.hurried:
+                    self.code = 0  # nobody has anything to end, or it was asked for a third time
+                elif self.draining_until is not None:
+                    self.hurried = True
+                    self._drain(0.0, HURRY)
+                else:
+                    self._drain(self.drain_timeout, GRACE)
         elif kind == "rank":
             group, member = who
             group.on_message(member)
@@ -244,11 +251,11 @@ class Supervisor:
             self.on_ready()
             self.on_ready = None
 
-    def _drain(self) -> None:
-        self.draining_until = time.monotonic() + self.drain_timeout + GRACE
-        self._say(f"draining for up to {self.drain_timeout:g} s")
+    def _drain(self, timeout: float, grace: float) -> None:
+        self.draining_until = time.monotonic() + timeout + grace
+        self._say(f"draining for up to {timeout:g} s")
         for front in self.fronts:
-            front.control.send(Drain(self.drain_timeout))
+            front.control.send(Drain(timeout))
 
     def _end_all(self) -> None:
         for front in self.fronts:

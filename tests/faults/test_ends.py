@@ -86,15 +86,29 @@ def test_ff11_a_drain_that_runs_out_tells_each_client_why_before_the_socket_clos
         assert time.monotonic() - since < 20
 
 
-def test_a_second_sigterm_ends_a_drain_at_once():
+def test_a_second_sigterm_ends_a_drain_at_once_and_tells_each_client_why():
     with Server(*TP2, "--drain-timeout", "60") as server:
-        clients = Clients(server, 1, max_tokens=7000)
+        clients = Clients(server, 3, max_tokens=7000)
         clients.wait_started()
         server.signal(signal.SIGTERM)
         server.until(lambda: server.get("/health").status == 503, "the drain")
         server.signal(signal.SIGTERM)
         assert server.wait(20) == 0
         clients.join()
+        for events in clients.events:
+            ends = [e.data for e in events if e.data != "[DONE]" and is_terminal(e.data)]
+            assert len(ends) == 1 and "shutting down" in ends[0]["error"]["message"]
+
+
+def test_a_third_sigterm_waits_for_nobody():
+    """The front end stands still, so it can neither drain nor tell its clients anything."""
+    with Server(*TP2, "--drain-timeout", "60") as server:
+        front = next(pid for pid in server.family() if "slipstream.serve.main" in command_line(pid))
+        server.signal(signal.SIGSTOP, front)
+        for _ in range(3):
+            server.signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert server.wait(20) == 0
 
 
 def test_sigterm_during_the_start_exits_0():
