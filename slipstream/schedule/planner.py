@@ -79,9 +79,12 @@ class Planner:
         self._drop(plan)
         decoding = self._decode_rows()
         self._return_preempted(plan)
-        self._admit(plan, self._room(decoding))
+        room, before = self._room(decoding), len(plan.commands)
+        self._admit(plan, room)
         decoding = self._make_room(plan, decoding)
-        rows = self._cut_prompts(self._room(decoding))
+        if len(plan.commands) > before:
+            room = self._room(decoding)
+        rows = self._cut_prompts(room)
         if len(decoding) or rows:
             plan.step = self._step(decoding, rows, depth)
         return plan

@@ -34,6 +34,26 @@ def test_decode_rows_come_first_and_chunks_of_prompts_fill_what_is_left(asynchro
 
 
 @BOTH
+def test_equally_long_prompts_do_not_share_a_step_and_a_short_one_overtakes_the_oldest(asynchronous: bool):
+    group = ToyGroup(asynchronous=asynchronous, cap=32, max_len=512, pages=200, slots=8)
+    group.submit(request(1, [1] * 300, 4), request(2, [2] * 290, 4))
+    for _ in range(3):
+        group.turn()
+    group.submit(request(3, [3] * 40, 4))
+    group.run()
+    group.assert_right()
+    prompts = [dict(zip(b.slots[b.decodes :].tolist(), b.counts[b.decodes :].tolist(), strict=True)) for b in group.batches]
+    slots = list(dict.fromkeys(slot for step in prompts for slot in step))  # in the order in which they began
+    oldest, short, second = slots
+    assert max(i for i, step in enumerate(prompts) if oldest in step) <= min(
+        i for i, step in enumerate(prompts) if second in step
+    )
+    both = [step for step in prompts if oldest in step and short in step]
+    assert sum(step[short] for step in both) == 40
+    assert all(step[oldest] >= 16 for step in both), "the oldest keeps half of the room"
+
+
+@BOTH
 def test_ff26_many_requests_with_one_prefix_compute_it_once(asynchronous: bool):
     group = ToyGroup(asynchronous=asynchronous, pages=200, slots=32, cap=256, max_len=256)
     prefix = [7] * 80
