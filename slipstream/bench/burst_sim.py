@@ -18,7 +18,8 @@ from slipstream.bench import workloads
 from slipstream.bench.host import request
 from slipstream.device.sim import SimTokens
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import Limits
 from slipstream.rank.events import Arrived, Effect, Event, Launch, Seat, Submitted, Tell, Tick, Wake
 from slipstream.rank.leader import Leader
 from slipstream.rank.protocol import Tokens

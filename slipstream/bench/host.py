@@ -22,8 +22,9 @@ import numpy as np
 from slipstream.config import EngineConfig
 from slipstream.device.sim import SimTokens
 from slipstream.log.entries import Entry
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request, Sampling
+from slipstream.log.state import Limits
 from slipstream.rank.board import PHASES, Board
 from slipstream.rank.events import Arrived, Launch, Seat, Send, Span, Submitted, Tell
 from slipstream.rank.group import Spec

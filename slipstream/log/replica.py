@@ -13,9 +13,7 @@ from slipstream.log.grammar import Matcher
 from slipstream.log.pages import page_keys
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled, settle
-from slipstream.log.state import ENDED, FREE, I32, PREEMPTED, RUNNING, Ended, Flight, Limits, ReplicaState
-
-__all__ = ["ENDED", "FREE", "PREEMPTED", "RUNNING", "Ended", "Limits", "Replica", "Settled"]
+from slipstream.log.state import FREE, I32, PREEMPTED, RUNNING, Flight, ReplicaState
 
 NO_PAGES = np.zeros((0, 3), I32)
 

@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 from slipstream.log.batch import Batch, Outcome
 from slipstream.log.entries import ORDERS, Body, Drop, Entry, Forget, Prepared, Reply
-from slipstream.log.replica import Ended, Replica, Settled
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request
+from slipstream.log.settling import Settled
+from slipstream.log.state import Ended
 from slipstream.rank.events import (
     Aborted,
     Answer,

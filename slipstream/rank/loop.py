@@ -19,8 +19,10 @@ from slipstream.errors import Diverged
 from slipstream.log.batch import Batch, Outcome
 from slipstream.log.entries import LATE_SAMPLE, Admit, Body, Drop, Entry, Forget, Prepared, Reply
 from slipstream.log.grammar import Matcher
-from slipstream.log.replica import ENDED, PREEMPTED, Replica, Settled
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request
+from slipstream.log.settling import Settled
+from slipstream.log.state import ENDED, PREEMPTED
 from slipstream.rank.events import (
     Answer,
     Arrived,

@@ -11,7 +11,8 @@ from slipstream import __version__, config
 from slipstream.device.select import build_executor, resolve_device
 from slipstream.errors import ConfigError, ModelError
 from slipstream.log.grammar import MakeMatcher
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import Limits
 from slipstream.rank.board import Board
 from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.rank.compiler import Compiler

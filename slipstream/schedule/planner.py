@@ -11,8 +11,9 @@ import numpy as np
 
 from slipstream.log.entries import LATE_SAMPLE, NO_OVERLAP, OVERLAP, Admit, Command, Drop, Preempt, Step
 from slipstream.log.grammar import Matcher
-from slipstream.log.replica import ENDED, PREEMPTED, Ended, Replica
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request
+from slipstream.log.state import ENDED, PREEMPTED, Ended
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.queue import Queue, Waiting
 

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from slipstream.log.replica import PREEMPTED, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import PREEMPTED
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.verify.memory import Violation

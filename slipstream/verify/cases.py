@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.replica import Limits
 from slipstream.log.request import Request, Sampling
+from slipstream.log.state import Limits
 
 STOP = 9  # a token that ends a request
 LEASED = b"lease"  # salt of requests whose pages are read by a copy outside the stream when they are dropped

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
 from slipstream.log.entries import Body, Entry, Forget, Prepared, Reply
-from slipstream.log.replica import Limits
+from slipstream.log.state import Limits
 from slipstream.rank.events import (
     Answer,
     Arrived,

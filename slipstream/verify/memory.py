@@ -8,8 +8,8 @@ hit before it was computed or written by two rows holds another one.
 import numpy as np
 
 from slipstream.log.batch import Batch
-from slipstream.log.replica import Limits
 from slipstream.log.request import Request
+from slipstream.log.state import Limits
 
 MAX_LEN = 4096
 with np.errstate(over="ignore"):

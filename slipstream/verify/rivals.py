@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import msgspec
 
 from slipstream.log.entries import Body, Drop, Entry, Reply
-from slipstream.log.replica import Ended, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import Ended
 from slipstream.rank.events import Answer, Effect, Send
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank

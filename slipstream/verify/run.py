@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.log.entries import Entry
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import Limits
 from slipstream.rank.events import Aborted, Submitted
 from slipstream.rank.protocol import Finished, PromptLogprobs, Refused, Started, ToFront, Tokens
 from slipstream.schedule.budget import Budget

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
-from slipstream.log.replica import Limits
+from slipstream.log.state import Limits
 from slipstream.verify.memory import Memory
 from slipstream.verify.toy import DEAD_END, Draws, choose
 

@@ -5,7 +5,7 @@ The walk takes the model's own actions in the order of time: a message takes one
 
 from typing import NamedTuple
 
-from slipstream.log.replica import Limits
+from slipstream.log.state import Limits
 from slipstream.verify.cases import Case, request
 from slipstream.verify.model import Model
 from slipstream.verify.world import Action, Protocol, World

@@ -13,8 +13,9 @@ from zlib import crc32
 import numpy as np
 
 from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
-from slipstream.log.replica import ENDED, FREE, PREEMPTED, RUNNING, Limits, Replica
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request, Sampling
+from slipstream.log.state import ENDED, FREE, PREEMPTED, RUNNING, Limits
 from slipstream.rank.events import (
     Aborted,
     Answer,

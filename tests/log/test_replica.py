@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from slipstream.log.batch import Batch, Outcome
 from slipstream.log.entries import OVERLAP, Step
-from slipstream.log.replica import ENDED, PREEMPTED, RUNNING, Limits, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import ENDED, PREEMPTED, RUNNING, Limits
 from tests.helpers.toy_group import check, request
 
 LIMITS = Limits(pages=24, slots=4, max_len=40, block=4, host_pages=8)

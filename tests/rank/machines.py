@@ -14,8 +14,9 @@ import numpy as np
 from slipstream.device.sim import SimTokens
 from slipstream.log.batch import Batch, Outcome, Seat
 from slipstream.log.grammar import MakeMatcher
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request
+from slipstream.log.state import Limits
 from slipstream.rank import events
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank

@@ -3,7 +3,8 @@
 import pytest
 
 from slipstream.log.entries import Entry, Reply
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
+from slipstream.log.state import Limits
 from slipstream.rank.events import Arrived, Poison, Send, Submitted, Tell, Tick
 from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader
 from slipstream.rank.protocol import Finished, Tokens

@@ -5,8 +5,9 @@ import pytest
 
 from slipstream.errors import Diverged
 from slipstream.log.entries import Body, Entry, Forget
-from slipstream.log.replica import Limits, Replica
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request, Sampling
+from slipstream.log.state import Limits
 from slipstream.rank.events import Prepare
 from slipstream.rank.loop import Rank
 

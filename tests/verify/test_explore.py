@@ -2,7 +2,7 @@
 
 import pytest
 
-from slipstream.log.replica import Ended
+from slipstream.log.state import Ended
 from slipstream.schedule.planner import Plan
 from slipstream.verify.cases import Case, cases
 from slipstream.verify.explore import explore

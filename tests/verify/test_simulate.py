@@ -5,8 +5,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from slipstream.log.replica import Ended, Limits, Replica
+from slipstream.log.replica import Replica
 from slipstream.log.request import Request, Sampling
+from slipstream.log.state import Ended, Limits
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Plan, Planner
 from slipstream.verify.memory import Violation
