@@ -37,7 +37,7 @@ from slipstream.ops.triton_sample import NO_TOKEN
 from slipstream.ops.triton_step import decode_prepare_kernel, gather_kernel, ids_kernel
 from slipstream.rank.board import BoardWriter
 
-BLOCK = 64  # tokens of a page unless the user says otherwise: what the copy engine brings in one piece (`ops.triton_ops.TILE`)
+BLOCK = 64  # tokens of a page unless the user says otherwise: what the copy engine brings at once (`triton_attention.TILE`)
 DEPTH = 8  # places of the outcome ring, and launches that may be in flight
 LONG = 0.5  # seconds after which a step's kernels are looked at
 _MEETING_TIMEOUT = 120.0  # seconds that the ranks of a group may take to find each other

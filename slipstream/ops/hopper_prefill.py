@@ -7,7 +7,10 @@ matrix units before the values of these, so that the softmax of the next runs be
 puts the softmax between its products. What a block, a part and the scratch are is as in `triton_attention.prefill_kernel`.
 """
 
+from typing import Any, cast
+
 import torch
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -20,9 +23,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops import prompt_blocks
 from slipstream.ops.triton_attention import TILE
-from slipstream.ops.triton_kernel import gluon_jit
 
-M = gl.constexpr(64)  # queries of one group of warps
+jit = cast(Any, gluon.jit)  # a kernel is subscripted with its grid, which a checker of types cannot know
+
+assert prompt_blocks.PAIR == prompt_blocks.ROWS == 2 * TILE
+M = gl.constexpr(prompt_blocks.ROWS // 2)  # queries of one group of warps
 N = gl.constexpr(TILE)  # tokens of a tile ...
 PAIR = gl.constexpr(prompt_blocks.PAIR)  # ... and of the two that are taken at a time
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
@@ -40,14 +45,14 @@ def prompt_tile(cache):
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # renamed in Triton 3.7
 
 
-@gluon_jit
+@jit
 def _item(turn, programs):
     """Which item a program takes in its `turn`: there and back, so that who had a long one has a short one next."""
     program = gl.program_id(0)
     return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
 
 
-@gluon_jit
+@jit
 def _bring(
     keys, values, tables, parts, count, table_stride, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
@@ -82,7 +87,7 @@ def _bring(
                 turn += 1
 
 
-@gluon_jit
+@jit
 def _soften(a, b, best, total, n, limit, scale, S: gl.constexpr, MASKED: gl.constexpr):
     """Scores of two tiles to weights, the running maximum and sum after them, and what the output before shrinks by."""
     if MASKED:
@@ -97,7 +102,7 @@ def _soften(a, b, best, total, n, limit, scale, S: gl.constexpr, MASKED: gl.cons
     return a, b, top, total, shrink
 
 
-@gluon_jit
+@jit
 def _scores(q, k_tiles, k_full, turn, S: gl.constexpr, STAGES: gl.constexpr):
     """Starts the two products of a pair's scores once its keys are there."""
     stage = turn % STAGES
@@ -108,7 +113,7 @@ def _scores(q, k_tiles, k_full, turn, S: gl.constexpr, STAGES: gl.constexpr):
     return a, b
 
 
-@gluon_jit
+@jit
 def _weigh(a, b, shrink, v_tiles, v_full, turn, acc, OUT: gl.constexpr, STAGES: gl.constexpr):
     """Starts acc = acc x shrink + weights x values of a pair once its values are there."""
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -121,7 +126,7 @@ def _weigh(a, b, shrink, v_tiles, v_full, turn, acc, OUT: gl.constexpr, STAGES: 
     return warpgroup_mma(b, v_tiles.index(2 * stage + 1), acc, is_async=True)
 
 
-@gluon_jit
+@jit
 def _fold(
     acc, a, b, best, total, shrink, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turn, n, begin, end, limit, scale,
     S: gl.constexpr, OUT: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
@@ -141,7 +146,7 @@ def _fold(
     return acc, a, b, best, total, shrink
 
 
-@gluon_jit
+@jit
 def _attend(
     qkv, parts, count, partial, stats, arrived, out, scale, qkv_stride, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     HALF: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
@@ -215,7 +220,7 @@ def _attend(
             gl.store(out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(m[:, None] < rows) & (d[None, :] < D))
 
 
-@gluon_jit
+@jit
 def _join(
     acc, best, total, partial, stats, arrived, rows, part, query, HALF: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr,
     OUT: gl.constexpr,
@@ -252,7 +257,7 @@ def _join(
     return acc, total, rows
 
 
-@gluon_jit
+@jit
 def hopper_prefill_kernel(
     qkv, keys, values, tables, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,

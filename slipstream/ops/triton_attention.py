@@ -226,36 +226,38 @@ def prefill_kernel(
     programs as there are multiprocessors end at about the same time.
     """
     items = tl.load(count) * HEADS * GROUP
-    programs = tl.num_programs(0)
+    programs, program = tl.num_programs(0), tl.program_id(0)
     m = tl.arange(0, M)
     d = tl.arange(0, DP)
-    for item in range(tl.program_id(0), items, programs):
-        query = item % (HEADS * GROUP)
-        part = parts + item // (HEADS * GROUP) * COLUMNS
-        position = tl.load(part + 1)
-        token = tl.load(part + 2)
-        rows = tl.load(part + 3)
-        first = tl.load(part + 4) * PAIR
-        last = tl.minimum(tl.load(part + 5) * PAIR, position + rows)
-        head = query // GROUP
-        table = tables + tl.load(part).to(tl.int64) * table_stride
-        keep = (m[:, None] < rows) & (d < D)[None, :]
-        q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
-        q = tl.load(q_at, mask=keep, other=0.0)
-        best = tl.full([M], -1e30, tl.float32)
-        total = tl.zeros([M], tl.float32)
-        acc = tl.zeros([M, DP], tl.float32)
-        limit = position + m
-        seen = tl.maximum(first, tl.minimum((position + 1) // N * N, last))  # every query sees all of [first, seen)
-        acc, total, best = _attend(
-            acc, total, best, q, table, keys, values, first, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP, PRECISION
-        )  # fmt: skip
-        acc, total, best = _attend(
-            acc, total, best, q, table, keys, values, seen, last, limit, head, d, scale, HEADS, D, BLOCK, N, True, PRECISION
-        )  # fmt: skip
-        out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
-        mine = tl.load(part + 7) * HEADS * GROUP + query
-        start = tl.load(part + 8) * HEADS * GROUP + query
-        _finish_split(
-            acc, total, best, partial, stats, arrived + start, out_at, keep, tl.load(part + 6), mine, start, HEADS * GROUP, M, DP
-        )  # fmt: skip
+    for turn in range(tl.cdiv(items, programs)):
+        item = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)  # there and back
+        if item < items:
+            query = item % (HEADS * GROUP)
+            part = parts + item // (HEADS * GROUP) * COLUMNS
+            position = tl.load(part + 1)
+            token = tl.load(part + 2)
+            rows = tl.load(part + 3)
+            first = tl.load(part + 4) * PAIR
+            last = tl.minimum(tl.load(part + 5) * PAIR, position + rows)
+            head = query // GROUP
+            table = tables + tl.load(part).to(tl.int64) * table_stride
+            keep = (m[:, None] < rows) & (d < D)[None, :]
+            q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
+            q = tl.load(q_at, mask=keep, other=0.0)
+            best = tl.full([M], -1e30, tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, DP], tl.float32)
+            limit = position + m
+            seen = tl.maximum(first, tl.minimum((position + 1) // N * N, last))  # every query sees all of [first, seen)
+            acc, total, best = _attend(
+                acc, total, best, q, table, keys, values, first, seen, limit, head, d, scale, HEADS, D, BLOCK, N, D != DP, PRECISION
+            )  # fmt: skip
+            acc, total, best = _attend(
+                acc, total, best, q, table, keys, values, seen, last, limit, head, d, scale, HEADS, D, BLOCK, N, True, PRECISION
+            )  # fmt: skip
+            out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
+            mine = tl.load(part + 7) * HEADS * GROUP + query
+            start = tl.load(part + 8) * HEADS * GROUP + query
+            _finish_split(
+                acc, total, best, partial, stats, arrived + start, out_at, keep, tl.load(part + 6), mine, start, HEADS * GROUP, M, DP
+            )  # fmt: skip

@@ -5,12 +5,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.experimental import gluon
 
 jit: Any = triton.jit  # a kernel is subscripted with its grid, which a checker of types cannot know
-gluon_jit: Any = gluon.jit
 
-__all__ = ["cdiv", "gluon_jit", "jit", "power", "tl"]
+__all__ = ["cdiv", "jit", "power", "tl"]
 
 
 def cdiv(a: int, b: int) -> int:

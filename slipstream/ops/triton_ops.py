@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.layers.shard import Shard
-from slipstream.ops.hopper_prefill import hopper_prefill_kernel, prompt_tile
 from slipstream.ops.interface import Attention
 from slipstream.ops.prompt_blocks import ROWS, UNITS, Cutter
 from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
@@ -69,7 +68,7 @@ class Tiles:
     """One layer's (keys, values) as tensor descriptors of tiles [TILE, head_dim]: each kernel language has its own kind."""
 
     decode: tuple[Any, Any]  # Triton's
-    prompt: tuple[Any, Any]  # Gluon's
+    prompt: tuple[Any, Any] | None  # Gluon's, where `hopper_prefill` runs
 
 
 def splits_of(rows: int, heads: int) -> tuple[int, int]:
@@ -199,11 +198,14 @@ class CudaOps:
         p = step.prompt_scratch
         arrays = step.tables, step.parts, step.part_count, p.partial, p.stats, p.arrived, out
         sizes = spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0)
-        if step.tiles:
+        tiles = step.tiles[spec.layer].prompt if step.tiles else None
+        if tiles:
+            from slipstream.ops.hopper_prefill import hopper_prefill_kernel
+
             h = spec.heads
             hopper_prefill_kernel[(self.processors,)](
-                qkv, *step.tiles[spec.layer].prompt, *arrays, *sizes, HEADS=h.keys, GROUP=h.queries // h.keys, D=spec.head_dim,
-                BLOCK=step.block, STAGES=2, num_warps=4, maxnreg=168,
+                qkv, *tiles, *arrays, *sizes, HEADS=h.keys, GROUP=h.queries // h.keys, D=spec.head_dim, BLOCK=step.block,
+                STAGES=2, num_warps=4, maxnreg=168,
             )  # fmt: skip
         else:
             options = self._padded_shape(spec, step)
@@ -225,14 +227,21 @@ class CudaOps:
     def tile_caches(self, caches: list[tuple[Tensor, Tensor]], block: int) -> list[Tiles] | None:
         """Descriptors of the caches in tiles [TILE, head_dim] that the copy engine brings, or None where kernels use addresses.
 
-        Tiles need pages of a multiple of TILE tokens, 16-bit numbers, heads of 64 or 128 and a Hopper GPU.
+        Tiles need pages of a multiple of TILE tokens, 16-bit numbers, heads of 64 or 128 and a Hopper GPU or a newer one; the
+        prompts' kernel is for Hopper alone, and so is the language that it is written in imported for it alone.
         """
-        if not caches or block % TILE or self.dtype.itemsize != 2 or torch.cuda.get_device_capability(self.device)[0] != 9:
+        generation = torch.cuda.get_device_capability(self.device)[0]
+        if not caches or block % TILE or self.dtype.itemsize != 2 or generation < 9:
             return None
         d = caches[0][0].shape[-1]
         if d not in (64, 128) or not caches[0][0].numel():
             return None
-        return [Tiles((decode_tile(k), decode_tile(v)), (prompt_tile(k), prompt_tile(v))) for k, v in caches]
+        describe = lambda tile: [(tile(k), tile(v)) for k, v in caches]
+        if generation > 9:
+            return [Tiles(decode, None) for decode in describe(decode_tile)]
+        from slipstream.ops.hopper_prefill import prompt_tile
+
+        return [Tiles(*pair) for pair in zip(describe(decode_tile), describe(prompt_tile), strict=True)]
 
     def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
         both = weight.apply(x)

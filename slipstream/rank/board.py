@@ -32,7 +32,7 @@ WORDS = (
     "settled",  # last entry whose outcome was settled
     "beat_ns",  # last turn of the loop
     "phase",  # index into PHASES of what the loop is in
-    "collective",  # collectives entered so far on the device thread
+    "collective",  # collectives entered so far on the device; on CUDA told while a step takes long
     "waits_for",  # 1 + the rank whose answer this one waits for, 0 for none
     "sums_with",  # 1 + the rank that the device waits for in a collective, 0 for none
     "digest",

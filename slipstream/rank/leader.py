@@ -54,7 +54,7 @@ class Flying(NamedTuple):
 
 def load_of(batch: Batch, tokens: int) -> Load:
     d, prompt_tokens = batch.decodes, tokens - batch.decodes
-    context = float(batch.starts[d:] @ batch.counts[d:]) / prompt_tokens if prompt_tokens else 0.0
+    context = float(batch.starts[d:].astype(float) @ batch.counts[d:]) / prompt_tokens if prompt_tokens else 0.0
     return Load(d, prompt_tokens, context)
 
 

@@ -23,7 +23,7 @@ TRIES = 6  # starts in a row that may fail without a token served in between
 BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
 ONE_ASKING = 0.0005  # seconds within which several askings to stop count as one
 GRACE = 5.0  # seconds that a drained front end gets to exit ...
-HURRY = 1.0  # ... and one that was told twice
+HURRY = 3.0  # ... and one that was told twice; its last words may take two seconds to leave
 
 
 @dataclass
@@ -253,7 +253,7 @@ class Supervisor:
 
     def _drain(self, timeout: float, grace: float) -> None:
         self.draining_until = time.monotonic() + timeout + grace
-        self._say(f"draining for up to {timeout:g} s")
+        self._say(f"draining for up to {timeout:g} s" if timeout else "asked again: ending what still runs")
         for front in self.fronts:
             front.control.send(Drain(timeout))
 

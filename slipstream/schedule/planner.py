@@ -80,12 +80,12 @@ class Planner:
         self._drop(plan)
         decoding = self._decode_rows()
         self._return_preempted(plan)
-        room, before = self._room(decoding), len(plan.commands)
+        before = len(plan.commands)
+        room, rows = self._share(decoding)
         self._admit(plan, room)
         decoding = self._make_room(plan, decoding)
         if len(plan.commands) > before:
-            room = self._room(decoding)
-        rows = self._cut_prompts(room)
+            _, rows = self._share(decoding)
         if len(decoding) or rows:
             plan.step = self._step(decoding, rows, depth)
         return plan
@@ -278,14 +278,25 @@ class Planner:
             return False
         return self.copy_seconds * pages < self.budget.cost(tokens / 2) * tokens
 
-    def _room(self, decoding: np.ndarray) -> int:
-        """Prompt tokens that may join. How many depends on where in their prompts they are: where a first cut puts them."""
-        if not self.replica.prefilling:
-            return self.budget.prompt_tokens(len(decoding))
-        rows = self._cut_prompts(self.budget.prompt_tokens(len(decoding), self._context))
-        tokens = sum(count for _, _, count in rows)
-        self._context = sum(start * count for _, start, count in rows) / tokens if tokens else 0.0
-        return self.budget.prompt_tokens(len(decoding), self._context)
+    def _share(self, decoding: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
+        """How many prompt tokens may join, and the chunks that take them.
+
+        What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
+        reach prompts of which the first cut saw nothing, so the second price can only lower it.
+        """
+        room = self.budget.prompt_tokens(len(decoding), self._context)
+        rows = self._cut_prompts(room)
+        for again in (False, True):
+            tokens = sum(count for _, _, count in rows)
+            if not tokens:
+                break
+            self._context = sum(start * count for _, start, count in rows) / tokens
+            priced = self.budget.prompt_tokens(len(decoding), self._context)
+            if priced == room or (again and priced > room):
+                break
+            room = priced
+            rows = self._cut_prompts(room)
+        return room, rows
 
     def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
         """Chunks (slot, start, count). The oldest prompt comes first, then the others in their order.
@@ -338,7 +349,8 @@ class Planner:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two equal planners of equal replicas share. Clocks and measured times are left out."""
+        """A hashable value that two equal planners of equal replicas share. Clocks, measured times and what only they give a
+        meaning (`_context`) are left out."""
         return (
             tuple((w.request.id, w.passed, w.awaits) for w in self.queue.all()),
             tuple(self.gone.items()),

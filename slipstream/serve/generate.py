@@ -66,12 +66,13 @@ async def completions(http: HttpRequest) -> Response:
 def requests_of(front: Front, plan: Plan, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
     """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k).
 
-    Raises BadRequest for more than may ever wait together: that answer would not come later either.
+    Raises BadRequest for more than can ever run and wait together: they would be refused later just the same.
     """
-    count, most = plan.n * len(prompts), front.engine_config.max_queue
-    if count > most:
+    count, config = plan.n * len(prompts), front.engine_config
+    if count > config.max_queue + config.max_num_seqs:
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
-        raise BadRequest(f"{what} make {count} requests, and --max-queue is {most}; send fewer at a time", param)
+        most = f"{config.max_num_seqs} (--max-num-seqs) run and {config.max_queue} (--max-queue) wait at a time"
+        raise BadRequest(f"{what} make {count} requests, of which {most}; send fewer together", param)
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
     grammar, out = plan.grammar, []
     for prompt in prompts:

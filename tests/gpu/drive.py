@@ -325,11 +325,14 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
     for rows, length, steps in ((1, 900, 100), (16, 900, 60), (48, 890, 100), (128, 890, 60)):
         ms, host = steady(feeder, rows, length, steps)
         say(f"TP {size} decode {rows:4d} rows at {length}: {ms:.3f} ms a step, host {host:.0f} us", flush=True)
-    for chunk in (496, 752, 880, 944, 1008, 1520, 2032):
-        ms = sustained(feeder, 16, chunk, 12000)
+    for total in (*range(512, 1025, 64), 2048):
+        ms = sustained(feeder, 16, total - 16, 12000)
         feeder.drain()
-        say(f"TP {size} 16 decodes + chunk {chunk} at 12000, sustained: {ms:.2f} ms, {chunk / ms:.1f} ktok/s", flush=True)
-    for rows, chunk, context in ((16, 240, 12000), (16, 496, 12000), (16, 1008, 12000), (1, 1023, 0)):
+        say(
+            f"TP {size} 16 decodes + chunk {total - 16} at 12000, sustained: {ms:.2f} ms, {(total - 16) / ms:.1f} ktok/s",
+            flush=True,
+        )
+    for rows, chunk, context in ((16, 240, 12000), (16, 496, 12000), (16, 1008, 12000), (1, 1023, 7000)):
         ms, host = mixed(feeder, rows, chunk, context, 8)
         rate = chunk / ms
         say(

@@ -1,12 +1,14 @@
 """The leader's machine: what it makes of replies, and when it tells an end."""
 
+import numpy as np
 import pytest
 
+from slipstream.log.batch import Batch
 from slipstream.log.entries import Entry, Reply
 from slipstream.log.replica import Replica
 from slipstream.log.state import Limits
 from slipstream.rank.events import Arrived, Poison, Send, Submitted, Tell, Tick
-from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader
+from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader, load_of
 from slipstream.rank.protocol import Finished, Tokens
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
@@ -207,3 +209,9 @@ def test_a_host_that_wakes_late_is_woken_earlier_until_the_device_is_fed():
         group.now = group.leader.arrived_at + 0.02 - 1e-3
         group.land()
     assert group.leader.plan_at() - group.leader.arrived_at > late
+
+
+def test_the_load_of_a_step_at_a_quarter_of_a_million_tokens_is_no_negative_number():
+    column = lambda *values: np.array(values, np.int32)
+    batch = Batch(0, column(0, 1), column(9, 245_760), column(1, 16_384), np.ones(2, bool), 1, np.zeros((0, 3), np.int32))
+    assert load_of(batch, batch.tokens) == (1, 16_384, 245_760.0)

@@ -1,6 +1,7 @@
 """The planner over production machines and a toy device that checks every read."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
-from slipstream.schedule.planner import BYPASSES
+from slipstream.schedule.budget import Budget
+from slipstream.schedule.planner import BYPASSES, Planner
 from tests.helpers.toy_group import ToyGroup, expected, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -51,6 +53,18 @@ def test_equally_long_prompts_do_not_share_a_step_and_a_short_one_overtakes_the_
     both = [step for step in prompts if oldest in step and short in step]
     assert sum(step[short] for step in both) == 40
     assert all(step[oldest] >= 16 for step in both), "the oldest keeps half of the room"
+
+
+@pytest.mark.parametrize("last", [0.0, 600.0, 100_000.0])
+def test_what_a_step_holds_is_priced_by_where_all_of_it_is(last: float):
+    """The oldest has 100 tokens left near its beginning; behind it stands a prompt with 100,000 in the cache."""
+    budget = Budget(2048, 0.016, 0.0035, 4e-6, 2048, 1.5e-9)
+    replica = SimpleNamespace(prefilling=[0, 1], target=np.array([720, 103_000]), launched=np.array([620, 100_000]))
+    planner = Planner(replica, budget, 8)  # type: ignore[arg-type]
+    planner.order, planner._context = {0: (0, 0), 1: (0, 1)}, last
+    room, rows = planner._share(np.arange(16))
+    assert sum(n for _, _, n in rows) == room >= 64
+    assert budget.base + sum(n * budget.cost(start) for _, start, n in rows) <= 1.05 * 0.016
 
 
 @BOTH

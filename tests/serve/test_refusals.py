@@ -148,11 +148,15 @@ def test_an_engine_s_refusal_becomes_its_status_and_ends_the_other_choices(front
     assert r.status_code == 400 and r.json()["error"]["param"] == "prompt" and front.front.engine.live == 0
 
 
-def test_more_choices_than_may_ever_wait_are_the_caller_s_mistake(front):
-    front.front.engine_config.max_queue = 4
+def test_more_choices_than_can_ever_run_and_wait_are_the_caller_s_mistake(front):
+    front.front.engine_config.max_queue, front.front.engine_config.max_num_seqs = 3, 1
     for stream in (False, True):
         r = front.complete(n=5, stream=stream)
-        assert r.status_code == 400 and r.json()["error"]["param"] == "n" and "--max-queue is 4" in r.json()["error"]["message"]
+        assert (
+            r.status_code == 400
+            and r.json()["error"]["param"] == "n"
+            and "3 (--max-queue) wait" in r.json()["error"]["message"]
+        )
     r = front.client.post("/v1/completions", json={"prompt": ["x"] * 5, "max_tokens": 1})
     assert r.status_code == 400 and r.json()["error"]["param"] == "prompt" and front.front.engine.live == 0
     front.script = Script([*b"hello", EOS])
