@@ -253,7 +253,7 @@ class Supervisor:
 
     def _drain(self, timeout: float, grace: float) -> None:
         self.draining_until = time.monotonic() + timeout + grace
-        self._say(f"draining for up to {timeout:g} s" if timeout else "asked again: ending what still runs")
+        self._say("asked again: ending what still runs" if self.hurried else f"draining for up to {timeout:g} s")
         for front in self.fronts:
             front.control.send(Drain(timeout))
 
