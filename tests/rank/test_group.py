@@ -131,3 +131,19 @@ def test_a_signal_to_the_process_and_one_to_its_group_ask_once():
     time.sleep(2 * ONE_ASKING)
     supervisor.stop()
     assert asked() == b"s"
+
+
+def test_asked_once_it_drains_asked_twice_it_hurries_and_asked_a_third_time_it_waits_for_nobody(monkeypatch):
+    from types import SimpleNamespace
+
+    from slipstream.rank import supervisor as module
+    from slipstream.rank.protocol import Drain
+
+    monkeypatch.setattr(module, "ONE_ASKING", -1.0)
+    supervisor = module.Supervisor([], Board.create(1), 30.0)
+    sent: list[Drain] = []
+    supervisor.fronts = [SimpleNamespace(control=SimpleNamespace(send=sent.append))]  # type: ignore[list-item]
+    for told, code in (([Drain(20.0)], None), ([Drain(20.0), Drain(0.0)], None), ([Drain(20.0), Drain(0.0)], 0)):
+        supervisor.stop()
+        supervisor._on("stop", None)
+        assert (sent, supervisor.code) == (told, code)
