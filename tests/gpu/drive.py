@@ -41,7 +41,7 @@ class Feeder:
         self.executor, self.block = executor, block
         self.seq = 0
         self.free = list(range(executor_pages(executor), 0, -1))
-        self.held: dict[int, int] = {}
+        self.held: dict[int, list[int]] = {}  # pages by slot; whoever is admitted there next has given them back
         self.length: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.flying: list[Batch] = []
@@ -51,7 +51,8 @@ class Feeder:
 
     def admit(self, slot: int, prompt: np.ndarray, **sampling) -> None:
         self.executor.admit(slot, Request(slot, prompt.astype("<i4").tobytes(), 1, Sampling(**sampling)))
-        self.length[slot], self.tokens[slot], self.held[slot] = 0, [], 0
+        self.free += reversed(self.held.get(slot, []))
+        self.length[slot], self.tokens[slot], self.held[slot] = 0, [], []
 
     def step(self, decode: np.ndarray, chunks: list[tuple[int, int, bool]] = (), depth: int = 2, masks=None) -> None:
         """Launches one step: decode rows (keep the array to keep the rows), chunks (slot, count, samples)."""
@@ -62,9 +63,9 @@ class Feeder:
         pages = []
         for s, end in zip(slots.tolist(), (starts + counts).tolist(), strict=True):
             self.length[s] = end
-            while self.held[s] * self.block < end:
-                pages.append((s, self.held[s], self.free.pop()))
-                self.held[s] += 1
+            while len(self.held[s]) * self.block < end:
+                pages.append((s, len(self.held[s]), self.free[-1]))
+                self.held[s].append(self.free.pop())
         batch = Batch(self.seq, slots, starts, counts, samples, len(decode), np.array(pages, np.int32).reshape(-1, 3))
         self.seq += 1
         at = time.perf_counter()
@@ -285,7 +286,7 @@ def sustained(feeder: Feeder, rows: int, chunk: int, context: int, rounds: int =
     """Milliseconds a step over seconds without a pause, when a GPU has come down to the clock that its power allows."""
     decode, rng = np.arange(rows, dtype=np.int32), np.random.default_rng(chunk)
     context = max(0, context - 4 * chunk)
-    begin = 0.0
+    begin, first = 0.0, 0
     for i in range(rounds):
         slot = 100 + i
         feeder.admit(slot, rng.integers(0, 1000, context + 8 * chunk), temperature=0.0)
