@@ -75,11 +75,9 @@ class Cutter:
             each += [-(-n // k) + START + (JOIN if k > 1 else 0)] * k
         each.sort(reverse=True)
         total, programs = len(each) * self.queries, self.programs
-        last = (
-            total - 1
-        ) % programs + 1  # items of the last turn; the programs at its edges and at both ends can be the latest
+        last = (total - 1) % programs + 1  # items of the last turn
         ends = 0
-        for program in {0, last - 1, programs - last, programs - 1}:
+        for program in {0, last - 1, programs - last, programs - 1}:  # both ends, and the edges of the last turn
             turns = range(0, total, programs)
             items = (at + (program if i % 2 == 0 else programs - 1 - program) for i, at in enumerate(turns))
             ends = max(ends, sum(each[item // self.queries] for item in items if item < total))
