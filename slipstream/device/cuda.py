@@ -189,25 +189,27 @@ class CudaExecutor:
         i = self.inputs
         return CudaStep(
             i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.tiles,
-            self.scratch, self.prompt_scratch, self.block, decode_rows, decodes, prompts, i.parts, i.counts[1:2],
+            self.scratch, self.prompt_scratch, self.block, decode_rows, decodes, prompts, i.parts, i.counts[1:3],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:
         i, t = self.inputs, self.tables
-        self.ops.begin()
         decode_prepare_kernel[(-(-rows // 128),)](
             i.slots, t.next, t.tokens, i.ids, i.positions, i.sample_token, i.sample_slot, i.sample_position, rows,
             t.tokens.stride(0), B=128,
         )  # fmt: skip
-        self._gather(self.model.forward(self._step(rows, rows, False, self.everyone)), rows)
+        self._gather(self._forward(self._step(rows, rows, False, self.everyone)), rows)
 
     def _forward_mixed(self, tokens: int) -> Tensor:
         i, t = self.inputs, self.tables
-        self.ops.begin()
         ids_kernel[(-(-tokens // 128),)](i.slots, i.positions, t.tokens, i.ids, tokens, t.tokens.stride(0), B=128)
-        hidden = self.model.forward(self._step(tokens, min(self.slots, tokens), True, i.counts[0:1]))
+        hidden = self._forward(self._step(tokens, min(self.slots, tokens), True, i.counts[0:1]))
         self._gather(hidden, self.slots)
         return hidden
+
+    def _forward(self, step: CudaStep) -> Tensor:
+        self.ops.begin(step)
+        return self.model.forward(step)
 
     def _gather(self, hidden: Tensor, rows: int) -> None:
         width = hidden.shape[1]

@@ -103,7 +103,7 @@ class Layout:
 
 
 class StepInputs:
-    """The device's columns of a step. counts: (decode rows, parts of prompt blocks, 0, 0)."""
+    """The device's columns of a step. counts: (decode rows, what `Cutter.cut` returns, 0)."""
 
     def __init__(self, layout: Layout, cutter: Cutter, device: torch.device):
         self.layout, self.cutter = layout, cutter
@@ -137,5 +137,5 @@ class StepInputs:
         sample_position[:n] = (batch.starts + batch.counts)[batch.samples]
         sample_token[n:], sample_slot[n:], sample_position[n:] = 0, nobody, 0
         prompts = np.stack([batch.slots, batch.starts, firsts, batch.counts], 1)[batch.decodes :]
-        counts[:2] = batch.decodes, self.cutter.cut(prompts.tolist(), parts.reshape(-1, COLUMNS))
+        counts[:3] = batch.decodes, *self.cutter.cut(prompts.tolist(), parts.reshape(-1, COLUMNS))
         self.buffer.copy_(buffers.inputs, non_blocking=True)

@@ -46,24 +46,40 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # rename
 
 
 @jit
-def _item(turn, programs):
-    """Which item a program takes in its `turn`: there and back, so that who had a long one has a short one next."""
-    program = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+def _share(counts, QUERIES: gl.constexpr):
+    """(items, how many of them, the first, are all that their program has to do, how many programs share the others)."""
+    items = gl.load(counts) * QUERIES
+    own = gl.load(counts + 1) * QUERIES
+    return items, own, gl.maximum(gl.num_programs(0) - own, 1)
+
+
+@jit
+def _turns(counts, QUERIES: gl.constexpr):
+    """How often this program takes an item, or looks for one."""
+    items, own, others = _share(counts, QUERIES)
+    return gl.where(gl.program_id(0) < own, 1, gl.cdiv(items - own, others))
+
+
+@jit
+def _item(counts, turn, QUERIES: gl.constexpr):
+    """Which item a program takes in its `turn`, and whether there is one: there and back, so that who had a long one has a
+    short one next. Read anew each time: there is no register left to keep it in."""
+    items, own, others = _share(counts, QUERIES)
+    place = gl.program_id(0) - own  # below 0 for an item that is all its program has to do
+    item = own + turn * others + gl.where(turn % 2 == 0, place, others - 1 - place)
+    return item, item < items
 
 
 @jit
 def _bring(
-    keys, values, tables, parts, count, table_stride, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+    keys, values, tables, parts, counts, table_stride, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Asks the copy engine for all pairs of tiles of this program's items, the last of an item first."""
-    items = gl.load(count) * HEADS * GROUP
-    programs = gl.num_programs(0)
     turn = 0
-    for round in range(gl.cdiv(items, programs)):
-        item = _item(round, programs)
-        if item < items:
+    for round in range(_turns(counts, HEADS * GROUP)):
+        item, real = _item(counts, round, HEADS * GROUP)
+        if real:
             part = parts + item // (HEADS * GROUP) * COLUMNS
             head = item % (HEADS * GROUP) // GROUP
             table = tables + gl.load(part).to(gl.int64) * table_stride
@@ -148,19 +164,17 @@ def _fold(
 
 @jit
 def _attend(
-    qkv, parts, count, partial, stats, arrived, out, scale, qkv_stride, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+    qkv, parts, counts, partial, stats, arrived, out, scale, qkv_stride, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     HALF: gl.constexpr, QUERIES: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One group of four warps: queries [64 * HALF, 64 * HALF + 64) of each block."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     READ: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    items = gl.load(count) * QUERIES
-    programs = gl.num_programs(0)
     turn = 0
-    for round in range(gl.cdiv(items, programs)):
-        item = _item(round, programs)
-        if item < items:
+    for round in range(_turns(counts, QUERIES)):
+        item, real = _item(counts, round, QUERIES)
+        if real:
             part = parts + item // QUERIES * COLUMNS
             query = item % QUERIES
             position = gl.load(part + 1) + HALF * M
@@ -259,7 +273,7 @@ def _join(
 
 @jit
 def hopper_prefill_kernel(
-    qkv, keys, values, tables, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    qkv, keys, values, tables, parts, counts, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`triton_attention.prefill_kernel` for tiles: keys and values are descriptors of [*, D] in tiles [64, D], blocks have 128 rows."""
@@ -278,15 +292,15 @@ def hopper_prefill_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                qkv, parts, count, partial, stats, arrived, out, scale, qkv_stride, q.index(0), k_tiles, v_tiles, k_full,
+                qkv, parts, counts, partial, stats, arrived, out, scale, qkv_stride, q.index(0), k_tiles, v_tiles, k_full,
                 k_empty, v_full, v_empty, 0, HEADS * GROUP, D, STAGES,
             )),
             (_attend, (
-                qkv, parts, count, partial, stats, arrived, out, scale, qkv_stride, q.index(1), k_tiles, v_tiles, k_full,
+                qkv, parts, counts, partial, stats, arrived, out, scale, qkv_stride, q.index(1), k_tiles, v_tiles, k_full,
                 k_empty, v_full, v_empty, 1, HEADS * GROUP, D, STAGES,
             )),
             (_bring, (
-                keys, values, tables, parts, count, table_stride, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
+                keys, values, tables, parts, counts, table_stride, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
                 HEADS, GROUP, BLOCK, STAGES,
             )),
         ],

@@ -57,31 +57,50 @@ def _finish_split(
             tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
 
 
+@jit(do_not_specialize=["rows", "room"])
+def decode_parts_kernel(
+    positions, limit, parts, count, rows, room, HEADS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Cuts the caches of up to `rows` decode rows into at most `room` parts int32 [*, 5], longer ones into more, and counts them.
+
+    A part is (row, first token, end, parts of its row, the row's first part). How few tokens a part has follows from how many
+    rows there are (measured: docs/gpu_log.md), and more where there is no room; rows from `limit` int32 [1] on do not decode.
+    """
+    r = tl.arange(0, R)
+    real = tl.minimum(rows, tl.load(limit))
+    length = tl.load(positions + r, mask=r < real, other=-1) + 1
+    units = real * HEADS
+    size = tl.where(units <= 16, 128, tl.where(units <= 64, 256, tl.where(units <= 256, 512, 1024)))
+    n = tl.minimum(tl.cdiv(length, size), MOST)
+    while tl.sum(n, 0) > room:
+        size += size // 2
+        n = tl.minimum(tl.cdiv(length, size), MOST)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, tl.maximum(n, 1)), TILE), 1) * TILE
+    n = tl.cdiv(length, size)
+    first = tl.cumsum(n, 0) - n
+    tl.store(count, tl.sum(n, 0))
+    i = tl.arange(0, MOST)[None, :]
+    keep = i < n[:, None]
+    at = parts + (first[:, None] + i) * 5
+    begin = i * size[:, None]
+    tl.store(at, r[:, None] + i * 0, mask=keep)
+    tl.store(at + 1, begin, mask=keep)
+    tl.store(at + 2, tl.minimum(begin + size[:, None], length[:, None]), mask=keep)
+    tl.store(at + 3, n[:, None] + i * 0, mask=keep)
+    tl.store(at + 4, first[:, None] + i * 0, mask=keep)
+
+
 @jit
-def _cut(length, splits, least, N: tl.constexpr):
-    """Tokens of a part, when a cache of `length` is cut into `splits` of at least `least` tokens, and how many parts have any."""
-    per = tl.maximum(tl.cdiv(tl.cdiv(length, splits), N) * N, least)
-    return per, tl.cdiv(length, per)
-
-
-@jit(do_not_specialize=["splits", "least"])
 def decode_kernel(
-    qkv, keys, values, tables, slots, positions, limit, partial, stats, arrived, out,
-    scale, qkv_stride, table_stride, splits, least,
+    qkv, keys, values, tables, slots, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One (row, key head, split): its queries over its part of the row's cache.
-
-    `least` is the fewest tokens worth a split of their own; rows from `limit` int32 [1] on are not decoding.
-    """
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if row >= tl.load(limit):
+    """One (part, key head): a decode row's queries over its part of the row's cache."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    if part >= tl.load(count):
         return
-    length = tl.load(positions + row) + 1
-    per, used = _cut(length, splits, least, N)
-    if split >= used:
-        return
+    row, begin, end = tl.load(parts + part * 5), tl.load(parts + part * 5 + 1), tl.load(parts + part * 5 + 2)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     g = tl.arange(0, 16)
     d = tl.arange(0, DP)
@@ -92,8 +111,7 @@ def decode_kernel(
     best = tl.full([16], -float("inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
     acc = tl.zeros([16, DP], tl.float32)
-    end = tl.minimum(split * per + per, length)
-    for n in range(split * per, end, N):
+    for n in range(begin, end, N):
         offs = n + tl.arange(0, N)
         valid = offs < end
         page = tl.load(table + offs // BLOCK, mask=valid, other=0).to(tl.int64)
@@ -109,9 +127,19 @@ def decode_kernel(
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         best = top
     out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
-    unit = row.to(tl.int64) * HEADS + head
-    first = unit * splits
-    _finish_split(acc, total, best, partial, stats, arrived + unit, out_at, keep, used, first + split, first, 1, 16, DP)
+    _finish_decode(acc, total, best, partial, stats, arrived, out_at, keep, parts, part, row, head, HEADS, DP)
+
+
+@jit
+def _finish_decode(
+    acc, total, best, partial, stats, arrived, out_at, keep, parts, part, row, head, HEADS: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """`_finish_split` for a part of a decode row; arrived int32 [rows, HEADS]."""
+    many, first = tl.load(parts + part * 5 + 3), tl.load(parts + part * 5 + 4)
+    _finish_split(
+        acc, total, best, partial, stats, arrived + row * HEADS + head, out_at, keep, many, part * HEADS + head,
+        first * HEADS + head, HEADS, 16, DP,
+    )  # fmt: skip
 
 
 @jit
@@ -172,20 +200,16 @@ def _attend_tiles(
     return acc, total, best
 
 
-@jit(do_not_specialize=["splits", "least"])
+@jit
 def decode_tiles_kernel(
-    qkv, keys, values, tables, slots, positions, limit, partial, stats, arrived, out,
-    scale, qkv_stride, table_stride, splits, least,
+    qkv, keys, values, tables, slots, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`decode_kernel` for pages of a multiple of N tokens: keys and values are descriptors of [*, D] in tiles [N, D]."""
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if row >= tl.load(limit):
+    part, head = tl.program_id(0), tl.program_id(1)
+    if part >= tl.load(count):
         return
-    length = tl.load(positions + row) + 1
-    per, used = _cut(length, splits, least, N)
-    if split >= used:
-        return
+    row, begin, end = tl.load(parts + part * 5), tl.load(parts + part * 5 + 1), tl.load(parts + part * 5 + 2)
     table = tables + tl.load(slots + row).to(tl.int64) * table_stride
     g = tl.arange(0, 16)
     d = tl.arange(0, D)
@@ -194,12 +218,10 @@ def decode_tiles_kernel(
     best = tl.full([16], -1e30, tl.float32)
     total = tl.zeros([16], tl.float32)
     acc = tl.zeros([16, D], tl.float32)
-    first = split * per
-    end = tl.minimum(first + per, length)
-    whole = first + (end - first) // N * N
+    whole = begin + (end - begin) // N * N
     limits = tl.zeros([16], tl.int32) + (end - 1)
     acc, total, best = _attend_tiles(
-        acc, total, best, q, table, keys, values, first, whole, limits, head, scale, HEADS, BLOCK, N, False, PRECISION
+        acc, total, best, q, table, keys, values, begin, whole, limits, head, scale, HEADS, BLOCK, N, False, PRECISION
     )  # fmt: skip
     if whole < end:
         acc, total, best = _attend_tiles(
@@ -207,30 +229,29 @@ def decode_tiles_kernel(
         )  # fmt: skip
     keep = (g[:, None] < GROUP) & (d < D)[None, :]
     out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
-    unit = row.to(tl.int64) * HEADS + head
-    first_place = unit * splits
-    _finish_split(
-        acc, total, best, partial, stats, arrived + unit, out_at, keep, used, first_place + split, first_place, 1, 16, D
-    )  # fmt: skip
+    _finish_decode(acc, total, best, partial, stats, arrived, out_at, keep, parts, part, row, head, HEADS, D)
 
 
 @jit
 def prefill_kernel(
-    qkv, keys, values, tables, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    qkv, keys, values, tables, parts, counts, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Blocks of up to M consecutive tokens of one request, by query head, causal over the request's whole cache.
 
-    parts int32 [*, COLUMNS] of blocks, `count` int32 [1] of them real: see `ops.prompt_blocks`, which cuts them so that as many
-    programs as there are multiprocessors end at about the same time.
+    parts int32 [*, COLUMNS] of blocks, counts int32 [2] of them real and of those, the first, that have programs for themselves:
+    see `ops.prompt_blocks`, which cuts them so that as many programs as there are multiprocessors end at about the same time.
     """
-    items = tl.load(count) * HEADS * GROUP
-    programs, program = tl.num_programs(0), tl.program_id(0)
+    items = tl.load(counts) * HEADS * GROUP
+    own = tl.load(counts + 1) * HEADS * GROUP
+    program = tl.program_id(0)
+    others = tl.maximum(tl.num_programs(0) - own, 1)  # programs that share the items after the first `own`
     m = tl.arange(0, M)
     d = tl.arange(0, DP)
-    for turn in range(tl.cdiv(items, programs)):
-        item = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)  # there and back
+    for turn in range(tl.where(program < own, 1, tl.cdiv(items - own, others))):
+        place = program - own  # below 0 for an item that is all a program has to do
+        item = own + turn * others + tl.where(turn % 2 == 0, place, others - 1 - place)  # there and back
         if item < items:
             query = item % (HEADS * GROUP)
             part = parts + item // (HEADS * GROUP) * COLUMNS

@@ -15,13 +15,21 @@ from slipstream.layers.shard import Shard
 from slipstream.ops.interface import Attention
 from slipstream.ops.prompt_blocks import ROWS, UNITS, Cutter
 from slipstream.ops.symmetric import FAULT_NS, PROGRAMS, Symmetric
-from slipstream.ops.triton_attention import TILE, decode_kernel, decode_tile, decode_tiles_kernel, prefill_kernel
+from slipstream.ops.triton_attention import (
+    TILE,
+    decode_kernel,
+    decode_parts_kernel,
+    decode_tile,
+    decode_tiles_kernel,
+    prefill_kernel,
+)
 from slipstream.ops.triton_kernel import cdiv, power, tl
 from slipstream.ops.triton_rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
 from slipstream.ops.triton_sum import meet_kernel, sum_add_norm_kernel
 
 LOG2E = 1.4426950408889634
 TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+MOST_PARTS = 32  # that one decode row's cache is cut into
 MEETERS = 132  # rows up to which each row's program meets its peers by itself
 
 
@@ -64,6 +72,15 @@ class Scratch:
 
 
 @dataclass(frozen=True, eq=False)
+class DecodeScratch(Scratch):
+    """With the parts themselves, which `begin` cuts anew for each step."""
+
+    parts: Tensor  # int32 [*, 5], see `decode_parts_kernel`
+    count: Tensor  # int32 [1]
+    rows: int  # at most
+
+
+@dataclass(frozen=True, eq=False)
 class Tiles:
     """One layer's (keys, values) as tensor descriptors of tiles [TILE, head_dim]: each kernel language has its own kind."""
 
@@ -71,10 +88,9 @@ class Tiles:
     prompt: tuple[Any, Any] | None  # Gluon's, where `hopper_prefill` runs
 
 
-def splits_of(rows: int, heads: int) -> tuple[int, int]:
-    """Into how many parts a decode row's cache may be cut, and the fewest tokens of a part (measured: docs/gpu_log.md)."""
-    units = rows * heads
-    return max(1, min(32, cdiv(1056, units))), 128 if units <= 16 else 256 if units <= 64 else 512 if units <= 256 else 1024
+def decode_parts(rows: int, heads: int) -> int:
+    """Into how many parts the caches of up to `rows` decode rows may be cut; each is a program for every key head."""
+    return rows * max(1, min(MOST_PARTS, cdiv(1056, rows * heads)))
 
 
 def tile_tokens(head_dim: int, itemsize: int) -> int:
@@ -87,7 +103,7 @@ class CudaStep:
     """One step's inputs on the device. Tokens [0, decodes) are one row each, prompt tokens follow, then padding.
 
     `decode_rows` is a grid's size: an upper bound that a captured graph keeps; `decodes` int32 [1] says on the device how many
-    are real. With `prompts`, so does `part_count` int32 [1] of `parts`, which are those of `prefill_kernel`.
+    are real. With `prompts`, so does `part_counts` int32 [2] of `parts`, which are those of `prefill_kernel`.
     """
 
     ids: Tensor  # int32 [T]
@@ -96,14 +112,14 @@ class CudaStep:
     tables: Tensor  # int32 [slots + 1, columns]
     caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
     tiles: list[Tiles] | None  # the same caches as descriptors of tiles, where `tile_caches` allows
-    scratch: Scratch
+    scratch: DecodeScratch
     prompt_scratch: Scratch
     block: int
     decode_rows: int
     decodes: Tensor
     prompts: bool = False
     parts: Tensor | None = None
-    part_count: Tensor | None = None
+    part_counts: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -133,9 +149,15 @@ class CudaOps:
     def tensor(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
 
-    def begin(self) -> None:
-        """Called before each forward: the turns of the symmetric buffers start alike in every graph."""
+    def begin(self, step: CudaStep) -> None:
+        """Called before each forward: cuts the decode rows' caches, and the turns of the symmetric buffers start alike."""
         self._turn = 0
+        s, heads = step.scratch, step.caches[0][0].shape[1] if step.caches else 0
+        if heads:
+            decode_parts_kernel[(1,)](
+                step.positions, step.decodes, s.parts, s.count, step.decode_rows, decode_parts(step.decode_rows, heads),
+                HEADS=heads, MOST=MOST_PARTS, TILE=TILE, R=power(s.rows), num_warps=8,
+            )  # fmt: skip
 
     def embed(self, table: Tensor, first: int, step: CudaStep) -> Tensor:
         rows, hidden = step.ids.shape[0], table.shape[1]
@@ -183,20 +205,19 @@ class CudaOps:
 
     def _attend_decodes(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
         s, keys = step.scratch, spec.heads.keys
-        splits, least = splits_of(step.decode_rows, keys)
         if step.tiles:
             kernel, cache, stages, options = decode_tiles_kernel, step.tiles[spec.layer].decode, 2, self._shape(spec, step)
         else:
             kernel, cache, options = decode_kernel, step.caches[spec.layer], self._padded_shape(spec, step)
             stages = 3 if options["N"] == TILE else 2
-        kernel[(step.decode_rows, keys, splits)](
-            qkv, *cache, step.tables, step.slots, step.positions, step.decodes, s.partial, s.stats, s.arrived, out,
-            spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0), splits, least, num_warps=4, num_stages=stages, **options,
+        kernel[(decode_parts(step.decode_rows, keys), keys)](
+            qkv, *cache, step.tables, step.slots, s.parts, s.count, s.partial, s.stats, s.arrived, out,
+            spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0), num_warps=4, num_stages=stages, **options,
         )  # fmt: skip
 
     def _attend_prompts(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
         p = step.prompt_scratch
-        arrays = step.tables, step.parts, step.part_count, p.partial, p.stats, p.arrived, out
+        arrays = step.tables, step.parts, step.part_counts, p.partial, p.stats, p.arrived, out
         sizes = spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0)
         tiles = step.tiles[spec.layer].prompt if step.tiles else None
         if tiles:
@@ -306,15 +327,19 @@ class CudaOps:
             torch.zeros(2 * UNITS, dtype=torch.int32, device=self.device),
         )
 
-    def scratch(self, most_rows: int, heads: int, head_dim: int) -> Scratch:
+    def scratch(self, most_rows: int, heads: int, head_dim: int) -> DecodeScratch:
         """Room for up to `most_rows` decode rows cut into parts."""
         heads = max(1, heads)
-        units = max(rows * heads * splits_of(rows, heads)[0] for rows in range(1, most_rows + 1))
-        options = {"dtype": torch.float32, "device": self.device}
-        return Scratch(
-            torch.empty(units * 16 * power(head_dim), **options),
-            torch.empty(units * 32, **options),
-            torch.zeros(most_rows * heads, dtype=torch.int32, device=self.device),
+        parts = max(decode_parts(rows, heads) for rows in range(1, most_rows + 1))
+        numbers = {"dtype": torch.float32, "device": self.device}
+        counts = {"dtype": torch.int32, "device": self.device}
+        return DecodeScratch(
+            torch.empty(parts * heads * 16 * power(head_dim), **numbers),
+            torch.empty(parts * heads * 32, **numbers),
+            torch.zeros(most_rows * heads, **counts),
+            torch.zeros((parts, 5), **counts),
+            torch.zeros(1, **counts),
+            most_rows,
         )
 
 

@@ -80,4 +80,4 @@ def test_ff23_padding_rows_name_nobody():
     assert inputs.sample_slot.tolist() == [3, 1] + [8] * 6
     assert inputs.sample_position[:2].tolist() == [10, 31]
     assert inputs.parts[:18].tolist() == [2, 128, 130, 22, 0, 2, 1, 0, 0, 2, 0, 2, 128, 0, 1, 1, 0, 0]
-    assert inputs.counts[:2].tolist() == [2, 2]
+    assert inputs.counts[:3].tolist() == [2, 2, 0]

@@ -9,22 +9,34 @@ from slipstream.ops.prompt_blocks import COLUMNS, PAIR, ROWS, SPARE, UNITS, Cutt
 prompts = st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 2048)), min_size=1, max_size=12)
 
 
-def cut(chunks: list[tuple[int, int]], queries: int = 16, programs: int = 132) -> list[list[int]]:
+def cut(chunks: list[tuple[int, int]], queries: int = 16, programs: int = 132) -> tuple[list[list[int]], int]:
+    """The parts, and how many of them have programs for themselves."""
     rows, index = [], 0
     for slot, (position, tokens) in enumerate(chunks):
         rows.append((slot, position, index, tokens))
         index += tokens
     blocks = sum(-(-tokens // ROWS) for _, tokens in chunks)
     out = np.full((blocks + SPARE, COLUMNS), -1, np.int32)
-    n = Cutter(queries, programs).cut(rows, out)
-    assert (out[n:] == -1).all()
-    return out[:n].tolist()
+    n, own = Cutter(queries, programs).cut(rows, out)
+    assert (out[n:] == -1).all() and own <= n and own * queries <= programs
+    assert own == n or own * queries < programs
+    return out[:n].tolist(), own
+
+
+def turns(items: int, own: int, programs: int) -> list[list[int]]:
+    """Which items each program takes, as the kernels have it."""
+    taken: list[list[int]] = [[item] for item in range(own)]
+    others = programs - own
+    for place in range(others):
+        mine = (own + i * others + (place if i % 2 == 0 else others - 1 - place) for i in range(-(-(items - own) // others)))
+        taken.append([item for item in mine if item < items])
+    return taken
 
 
 @given(prompts, st.integers(1, 64), st.sampled_from([78, 132, 144]))
 def test_the_parts_of_a_block_follow_one_another_from_its_first_token_to_its_last(chunks, queries: int, programs: int):
     found: dict[tuple[int, ...], list[list[int]]] = {}
-    for *block, begin, end, parts, place, first in cut(chunks, queries, programs):
+    for *block, begin, end, parts, place, first in cut(chunks, queries, programs)[0]:
         found.setdefault(tuple(block), []).append([begin, end, parts, place, first])
     tokens = {slot: [] for slot in range(len(chunks))}
     places: list[int] = []
@@ -48,18 +60,27 @@ def test_the_parts_of_a_block_follow_one_another_from_its_first_token_to_its_las
 
 
 def test_a_step_without_prompts_has_no_parts():
-    assert cut([]) == []
+    assert cut([]) == ([], 0)
+
+
+@given(prompts, st.integers(1, 64), st.sampled_from([78, 132, 144]))
+def test_every_item_is_taken_once(chunks, queries: int, programs: int):
+    parts, own = cut(chunks, queries, programs)
+    taken = turns(len(parts) * queries, own * queries, programs)
+    assert sorted(sum(taken, [])) == list(range(len(parts) * queries))
+    shared = [end - begin for *_, begin, end, _, _, _ in parts[own:]]
+    assert shared == sorted(shared, reverse=True)
 
 
 def test_programs_have_about_equally_much_to_do():
-    """The longest turn of a program against an even share, in pairs of tiles, for chunks as a busy server has them."""
+    """The program with most pairs of tiles against an even share, for chunks as a busy server has them."""
     for chunks, worst in (
-        ([(12_000, 1008)], 1.1), ([(12_000, 752)], 1.15), ([(12_000, 496)], 1.1), ([(12_000, 240)], 1.1),
-        ([(3000, 512), (9000, 512)], 1.2), ([(18_000, 400), (6000, 400)], 1.2), ([(0, 2048)], 1.1), ([(5000, 16)], 1.1),
+        ([(12_000, 1008)], 1.1), ([(12_000, 880)], 1.1), ([(12_000, 752)], 1.1), ([(12_000, 624)], 1.15),
+        ([(12_000, 496)], 1.1), ([(12_000, 368)], 1.15), ([(12_000, 240)], 1.1),
+        ([(24_000, 880)], 1.1), ([(24_000, 624)], 1.15), ([(3000, 512), (9000, 512)], 1.2), ([(18_000, 400), (6000, 400)], 1.2),
+        ([(0, 2048)], 1.1), ([(5000, 16)], 1.1),
     ):  # fmt: skip
-        items = np.repeat([end - begin for *_, begin, end, _, _, _ in cut(chunks)], 16)
-        turns = np.zeros(-(-len(items) // 132) * 132)
-        turns[: len(items)] = items
-        turns = turns.reshape(-1, 132)
-        turns[1::2] = turns[1::2, ::-1]
-        assert turns.sum(0).max() <= worst * items.sum() / 132, chunks
+        parts, own = cut(chunks)
+        items = np.repeat([end - begin for *_, begin, end, _, _, _ in parts], 16)
+        most = max(items[mine].sum() for mine in turns(len(items), own * 16, 132))
+        assert most <= worst * items.sum() / 132, (chunks, most, items.sum() / 132)

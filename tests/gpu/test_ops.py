@@ -58,7 +58,7 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("queries, keys, dim", [(8, 2, 64), (6, 3, 80), (16, 4, 128), (4, 4, 96), (4, 1, 256)])
-@pytest.mark.parametrize("shape", ["decode", "one long row", "mixed", "short chunk, long context"])
+@pytest.mark.parametrize("shape", ["decode", "one long row", "one among short ones", "mixed", "short chunk, long context"])
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     from slipstream.ops.interface import Attention
@@ -70,6 +70,7 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     starts, counts, decodes = {
         "decode": ([0, 5, 300, 1500, 31, 32], [1] * 6, 6),
         "one long row": ([2900], [1], 1),
+        "one among short ones": ([40, 3900, 70, 100], [1, 1, 1, 60], 3),
         "short chunk, long context": ([3900, 2000], [40, 131], 0),
         "mixed": ([40, 700, 0, 129, 1000], [1, 1, 150, 1, 77], 2),
     }[shape]
@@ -110,16 +111,55 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
         qkv[:total].view(total, -1, dim), past, positions[:total].long(), counts, heads, dim, table, norms
     )  # fmt: skip
     parts = np.zeros((128, COLUMNS), np.int32)
-    count = ops.cutter(queries).cut(prompts, parts)
+    part_counts = ops.cutter(queries).cut(prompts, parts)
     put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     step = CudaStep(
         positions, positions, slots, tables, [(cache[0], cache[1])], ops.tile_caches([(cache[0], cache[1])], block),
-        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), block, min(8, max(1, decodes)), put([decodes]), bool(prompts),
-        put(parts), put([count]),
+        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), block, 8 if prompts else decodes, put([decodes]), bool(prompts),
+        put(parts), put(part_counts),
     )  # fmt: skip
+    ops.begin(step)
     for _ in range(3):  # the splits' counters are zero again after each kernel
         got = ops.attention(qkv.clone(), spec, step)[:total]
         assert error(got, wanted) < bound(dtype)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("rows", [1, 16, 48, 128])
+def test_parts_of_decode_rows_cover_their_caches(rows, heads):
+    """Each part once, in whole tiles but for the last, of as many rows as are real; a long row among short ones gets many."""
+    from types import SimpleNamespace
+
+    from slipstream.ops.triton_attention import TILE
+    from slipstream.ops.triton_ops import MOST_PARTS, decode_parts
+
+    ops, rng = make_ops(torch.bfloat16), np.random.default_rng(rows * heads)
+    scratch = ops.scratch(128, heads, 64)
+    cache = torch.zeros(1, heads, 64, 64, device=DEVICE)
+    put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
+    for real in sorted({0, 1, rows // 3, rows}):
+        for longest in (300, 4000, 130_000):
+            lengths = rng.integers(1, longest, rows)
+            step = SimpleNamespace(
+                positions=put(lengths - 1), decodes=put([real]), decode_rows=rows, scratch=scratch, caches=[(cache, cache)]
+            )
+            ops.begin(step)
+            count = scratch.count.item()
+            assert count <= decode_parts(rows, heads) <= len(scratch.parts)
+            parts = scratch.parts[:count].tolist()
+            at = 0
+            for row, length in enumerate(lengths[:real].tolist()):
+                mine = parts[at : at + parts[at][3]]
+                assert [p[1] for p in mine] == [0, *(p[2] for p in mine[:-1])] and mine[-1][2] == length
+                assert all(p[0] == row and p[1] < p[2] and p[1] % TILE == 0 for p in mine)
+                assert all(p[3] == len(mine) <= MOST_PARTS and p[4] == at for p in mine)
+                at += len(mine)
+            assert at == count
+    lengths = [900] * 16 + [25_000]
+    step = SimpleNamespace(positions=put(lengths) - 1, decodes=put([17]), decode_rows=128, scratch=scratch, caches=step.caches)
+    ops.begin(step)
+    parts = scratch.parts[: scratch.count.item()].tolist()
+    assert max(end - begin for _, begin, end, _, _ in parts) <= 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
