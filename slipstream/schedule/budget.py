@@ -18,16 +18,21 @@ FIRST = 256  # prompt tokens of a step of which nothing was measured and beside 
 LONGEST = 1.0  # seconds that a step without decoding rows should not exceed: newcomers wait for it, and what is aborted too
 FAR = 8192  # tokens before a row at which what it sees weighs as much in learning as what it is
 STEEPEST = 4.0  # what a token sees at FAR costs at most so many times what it costs by itself
+BACKLOG = 0.5  # seconds of prompts under way from which on a step may take ...
+STRETCH = 1.08  # ... so many times the target: larger steps end them sooner
 LEAST_SHARE = 0.25  # of the target that a chunk may take where the decoding rows alone leave less of it
 
 
 def sizes(cap: int) -> list[int]:
-    """The quantized step sizes up to `cap`, in tokens: 16, 32, ... 128, then eight an octave, and `cap` itself."""
+    """The quantized step sizes up to `cap`, in tokens: 16, 32, ... 128, then eight an octave, and `cap` itself.
+
+    From 512 on they are multiples of 128: matrix units take so many rows at a time, and 576 cost what 640 do.
+    """
     out: list[int] = []
     size = SMALLEST
     while size < cap:
         out.append(size)
-        size += max(SMALLEST, 1 << (size.bit_length() - 4))
+        size += max(SMALLEST if size < 512 else 128, 1 << (size.bit_length() - 4))
     return [*out, cap]
 
 
@@ -71,7 +76,10 @@ class Budget:
             self.per_token = share
         else:  # a step that took long is believed sooner than one that was short
             weight = SMOOTH_UP if share > thought else SMOOTH
-            change = weight * (min(share, BELIEVED * thought) - thought)
+            if self.target is not None:  # a short prompt tells little about a full step: its tokens come almost for nothing
+                weight *= min(1.0, load.prompt_tokens * max(thought / self._wish(), 1 / max(self.largest, 1)))
+            new = load.decodes > 0 and load.prompt_tokens > self.largest  # then nothing is known that it would be a hiccup to
+            change = weight * ((share if new else min(share, BELIEVED * thought)) - thought)
             self._move(thought + change, change, load.context / FAR)
         if load.decodes:
             self.largest = max(self.largest, load.prompt_tokens)
@@ -83,10 +91,16 @@ class Budget:
         self.per_seen = steep / FAR
         self.per_token = cost - far * steep
 
-    def prompt_tokens(self, decodes: int, context: float = 0.0) -> int:
+    def _wish(self, waiting: float = 0.0) -> float:
+        """Seconds that prompt tokens may add to a step beside decoding rows; prompts of `waiting` seconds are under way."""
+        target = (self.target or 0.0) * (STRETCH if waiting > BACKLOG else 1.0)
+        return max(target - self.base, LEAST_SHARE * target)
+
+    def prompt_tokens(self, decodes: int, context: float = 0.0, waiting: int = 0) -> int:
         """Prompt tokens, each with `context` before its row, that may join a step of `decodes` decoding rows.
 
-        The step then has a quantized size. Beside decoding rows the chunk at most doubles from one measurement to the next.
+        `waiting`: tokens of the prompts under way that have had no row. The step then has a quantized size. Beside decoding
+        rows the chunk at most doubles from one measurement to the next.
         """
         room = self.cap - decodes
         cost = self.cost(context)
@@ -97,7 +111,7 @@ class Budget:
         most = max(2 * self.largest, SMALLEST)
         if not cost:
             return min(most, room)
-        wish = max(self.target - self.base, LEAST_SHARE * self.target) / cost
+        wish = self._wish(waiting * cost) / cost
         if most < wish:
             return min(most, room)
         at = bisect_right(self._sizes, decodes + wish)

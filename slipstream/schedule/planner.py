@@ -284,14 +284,15 @@ class Planner:
         What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
         reach prompts of which the first cut saw nothing, so the second price can only lower it.
         """
-        room = self.budget.prompt_tokens(len(decoding), self._context)
+        waiting = self._prompt_tokens_left()
+        room = self.budget.prompt_tokens(len(decoding), self._context, waiting)
         rows = self._cut_prompts(room)
         for again in (False, True):
             tokens = sum(count for _, _, count in rows)
             if not tokens:
                 break
             self._context = sum(start * count for _, start, count in rows) / tokens
-            priced = self.budget.prompt_tokens(len(decoding), self._context)
+            priced = self.budget.prompt_tokens(len(decoding), self._context, waiting)
             if priced == room or (again and priced > room):
                 break
             room = priced

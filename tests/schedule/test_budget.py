@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.schedule.budget import FAR, LEAST_SHARE, SMALLEST, Budget, Load, sizes
+from slipstream.schedule.budget import FAR, LEAST_SHARE, SMALLEST, STRETCH, Budget, Load, sizes
 
 caps = st.integers(1, 20_000)
 
@@ -67,7 +67,7 @@ def test_ff27_measured_steps_set_the_chunk_so_that_streams_keep_their_wish():
 
 
 def test_a_step_beside_decoding_rows_comes_near_to_what_the_wish_allows():
-    """16 rows and 3 ms + 17 us a token, of 16 ms: quantizing costs less than a twentieth of the prefill rate."""
+    """16 rows and 3 ms + 17 us a token, of 16 ms: quantizing costs less than a twelfth of the prefill rate."""
     budget = Budget(2048, 0.016)
     for _ in range(12):
         budget.observe(Load(16, 0), 0.003 + 17e-6 * 16)
@@ -75,7 +75,7 @@ def test_a_step_beside_decoding_rows_comes_near_to_what_the_wish_allows():
         seconds = 0.003 + 17e-6 * (16 + n)
         budget.observe(Load(16, n), seconds)
     assert seconds <= 0.016
-    assert n / seconds >= 0.95 * 0.013 / 17e-6 / 0.016
+    assert n / seconds >= 11 / 12 * 0.013 / 17e-6 / 0.016
 
 
 def test_a_prompts_end_and_the_next_ones_beginning_both_come_near_to_the_wish():
@@ -93,7 +93,28 @@ def test_a_prompts_end_and_the_next_ones_beginning_both_come_near_to_the_wish():
             context += n
     learned = steps[len(steps) // 2 :]
     assert max(learned) <= wish * 1.02
-    assert sum(learned) / len(learned) >= 0.95 * wish
+    assert sum(learned) / len(learned) >= 0.92 * wish
+
+
+def test_short_prompts_between_do_not_make_long_ones_steps_too_long():
+    """The first 80 tokens beside decoding rows cost nothing, as where memory is waited for: 200 then say little about 1200."""
+    budget = Budget(2048, 0.019)
+    seconds = lambda n: 0.0044 + 12e-6 * max(n - 80, 0)
+    long = []
+    for i in range(400):
+        budget.observe(Load(40), seconds(0))
+        n = 200 if i % 8 else budget.prompt_tokens(40)
+        if n != 200:
+            long.append(seconds(n))
+        budget.observe(Load(40, n), seconds(n))
+    assert max(long[len(long) // 2 :]) <= 0.019 * 1.05 and long[-1] >= 0.019 * 0.9
+
+
+def test_steps_may_be_longer_while_half_a_second_of_prompts_is_under_way():
+    budget = Budget(2048, 0.016, 0.003, 15e-6, largest=2048)
+    usual, behind = budget.prompt_tokens(16, 0.0, 20_000), budget.prompt_tokens(16, 0.0, 40_000)
+    assert usual == budget.prompt_tokens(16) and behind > usual
+    assert budget.expected(Load(16, usual)) <= 0.016 and budget.expected(Load(16, behind)) <= 0.016 * STRETCH
 
 
 @given(st.lists(st.tuples(st.integers(16, 2048), st.floats(0, 40_000), st.floats(1e-5, 5.0)), min_size=1, max_size=40))
