@@ -56,6 +56,7 @@ class Planner:
         self.order: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
         self._context = 0.0  # tokens before a prompt token of the last step, on the average
+        self._first = -1  # the request whose prompt was cut first the last time
         self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
 
     # --- what comes in
@@ -300,21 +301,25 @@ class Planner:
         return room, rows
 
     def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
-        """Chunks (slot, start, count). The oldest prompt comes first, then the others in their order.
+        """Chunks (slot, start, count). The first prompt goes on to its end unless more urgent work comes.
 
-        Prompts that have less than half as much left as the oldest overtake it with half of the room, the shortest first: they
-        need not wait for it, while of two about equally long ones both would only end later, were they to share.
+        A prompt's turn is as long after its arrival as the rest of it takes: of those that came together the shortest is next,
+        and none waits for what came later than it would have taken itself. Prompts that have less than half as much left as
+        the first overtake it with half of the room, the shortest first: they need not wait for it, while of two about equally
+        long ones both would only end later, were they to share.
         """
         replica = self.replica
         left = {s: int(replica.target[s] - replica.launched[s]) for s in replica.prefilling}
         if not left or room <= 0:
             return []
-        by_age = sorted(left, key=lambda s: self.order[s])
-        oldest = by_age[0]
-        short = sorted((s for s in by_age if 2 * left[s] < left[oldest]), key=lambda s: left[s])
-        counts = {oldest: min(left[oldest], room - room // 2 if short else room)}
-        room -= counts[oldest]
-        for slot in (*short, *by_age):
+        takes = {s: n * self.budget.cost(n / 2) if replica.ids[s] != self._first else 0.0 for s, n in left.items()}
+        in_turn = sorted(left, key=lambda s: (self.order[s][0] + takes[s], self.order[s][1]))
+        first = in_turn[0]
+        self._first = int(replica.ids[first])
+        short = sorted((s for s in in_turn if 2 * left[s] < left[first]), key=lambda s: left[s])
+        counts = {first: min(left[first], room - room // 2 if short else room)}
+        room -= counts[first]
+        for slot in (*short, *in_turn):
             more = min(left[slot] - counts.get(slot, 0), room)
             if more > 0:
                 counts[slot] = counts.get(slot, 0) + more
@@ -351,7 +356,7 @@ class Planner:
 
     def state(self) -> tuple[object, ...]:
         """A hashable value that two equal planners of equal replicas share. Clocks, measured times and what only they give a
-        meaning (`_context`) are left out."""
+        meaning (`_context`, `_first`) are left out."""
         return (
             tuple((w.request.id, w.passed, w.awaits) for w in self.queue.all()),
             tuple(self.gone.items()),
