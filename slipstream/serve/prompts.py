@@ -13,9 +13,11 @@ from slipstream.serve.dialect import PLAIN, Dialect, left_by_prompt
 from slipstream.serve.engine import Limits
 from slipstream.serve.params import Plan
 from slipstream.serve.tool_prompt import call_for_template, in_plain_text
+from slipstream.serve.turn import in_turn
 from slipstream.weights.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
+TURN_IDS = 1 << 18  # token ids of one prompt that are looked through in a turn of the loop
 LONGEST_TOKEN = 256  # characters; a text of more than this times the model's length cannot fit
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
 
@@ -34,10 +36,16 @@ class Prompt:
     thinking: str = ""  # "open" or "closed": how its end leaves the model's reasoning
 
 
-async def prepare(size: int | None, work: Callable[[], T]) -> T:
-    """Runs `work` here when it is small (`size` in characters or tokens), else, or with None, on a worker thread."""
+async def prepare(size: int | None, work: Callable[[], T], only_ids: bool = False) -> T:
+    """Runs `work` here when it is small (`size` in characters or tokens), else, or with None, on a worker thread.
+
+    What only looks through token ids stays here up to TURN_IDS: it lets nobody else have the interpreter (see `turn`), while a
+    tokenizer does.
+    """
     if size is not None and size <= INLINE_CHARS:
         return work()
+    if size is not None and only_ids and size <= TURN_IDS:
+        return await in_turn(work)
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 

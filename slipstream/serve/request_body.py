@@ -11,10 +11,12 @@ from starlette.requests import Request
 
 from slipstream.errors import BadRequest
 from slipstream.serve.errors import Failed, Failure, to_bad_request
+from slipstream.serve.turn import in_turn
 
 MAX_BYTES = 32 << 20
 READ_SECONDS = 60.0
-INLINE_BYTES = 1 << 16  # larger bodies are decoded on a thread: many at once would keep the streams waiting
+INLINE_BYTES = 1 << 16  # larger bodies wait for a turn: many at once would keep the streams waiting
+TURN_BYTES = 1 << 20  # and these go to a thread: one would keep them waiting
 
 T = TypeVar("T")
 _decoders: dict[type, msgspec.json.Decoder] = {}
@@ -33,6 +35,8 @@ async def read(request: Request, schema: type[T]) -> T:
         raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
     if len(raw) <= INLINE_BYTES:
         return decode(raw, schema)
+    if len(raw) <= TURN_BYTES:
+        return await in_turn(lambda: decode(raw, schema))
     return await asyncio.get_running_loop().run_in_executor(_thread, decode, raw, schema)
 
 
