@@ -40,13 +40,21 @@ class Verdict(msgspec.Struct):
     wrong: list[Flip] = []
     errors: list[str] = []
 
+    @property
+    def differences(self) -> list[Flip]:
+        """Where answers part, those first that are no near-ties."""
+        return [*self.wrong, *self.flips]
+
     def figures(self) -> dict[str, typing.Any]:
+        margins = sorted(f.margin for f in self.differences if f.margin is not None)
         return {
             "compared": self.compared,
             "equal": self.equal,
             "flips_greedy": sum(f.setting.startswith("greedy") for f in self.flips),
             "flips_seeded": sum(f.setting.startswith("seeded") for f in self.flips),
             "wrong": len(self.wrong),
+            "margin_p50": margins[len(margins) // 2] if margins else None,
+            "margin_max": margins[-1] if margins else None,
             "errors": len(self.errors),
             "error_reasons": {e: self.errors.count(e) for e in dict.fromkeys(self.errors)},
         }

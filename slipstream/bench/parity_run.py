@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import typing
 
+import msgspec
+
 from slipstream.bench import parity, report, server, workloads
 from slipstream.bench.parity import Answers
 from slipstream.bench.records import Job, prompt_ids
@@ -75,10 +77,11 @@ def _verdict(args: argparse.Namespace, live: Target, sets: dict[str, list[Job]],
     verdict = parity.compare(mine, theirs, args.margin, ask)
     figures = verdict.figures()
     report.table(f"parity · {live.model}", figures)
-    for flip in [*verdict.wrong, *verdict.flips][:20]:
+    for flip in verdict.differences[:20]:
         gap = "unknown" if flip.margin is None else f"{flip.margin:.2g}"
         one, other = flip.tokens
         print(f"  {flip.setting}, prompt {flip.prompt}, step {flip.step}: tokens {one} and {other}, margin {gap}")
     if args.json:
-        report.write_json(args.json, {"workload": "parity", "figures": figures})
+        differences = msgspec.to_builtins(verdict.differences)
+        report.write_json(args.json, {"workload": "parity", "figures": figures, "differences": differences})
     return 0 if verdict.passed(args.max_flips) else 1

@@ -40,6 +40,7 @@ from slipstream.rank.board import BoardWriter
 BLOCK = 64  # tokens of a page unless the user says otherwise: what the copy engine brings at once (`triton_attention.TILE`)
 DEPTH = 8  # places of the outcome ring, and launches that may be in flight
 LONG = 0.5  # seconds after which a step's kernels are looked at
+WORKSPACE = ":0:0"  # of cuBLAS: with room for partial products it splits K where that costs more (docs/gpu_log.md)
 _MEETING_TIMEOUT = 120.0  # seconds that the ranks of a group may take to find each other
 
 
@@ -87,6 +88,7 @@ class CudaExecutor:
         self.config, self.shard, self.device, self.board = config, shard, device, board
         self.block = config.block_size or BLOCK
         torch.cuda.set_device(device)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
         self.stream, self._side = torch.cuda.Stream(device), torch.cuda.Stream(device)
         torch.cuda.set_stream(self.stream)
         self.symmetric = Symmetric(device, shard.rank, shard.size)

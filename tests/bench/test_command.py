@@ -112,14 +112,17 @@ def test_parity_of_equal_servers_holds_and_of_a_saved_file(tmp_path):
 
 
 @pytest.mark.parametrize(("gap", "status"), [(1e-5, 0), (0.1, 1)])
-def test_parity_accepts_a_difference_only_within_the_margin(gap, status, capsys):
+def test_parity_accepts_a_difference_only_within_the_margin(gap, status, capsys, tmp_path):
     def skew(prompt, position):
         return int(position == 5 and len(prompt) == 60)
 
     with FakeServer(gap=gap) as a, FakeServer(skew=skew, gap=gap) as b:
-        args = [*PARITY, "--concurrency", "4", "--sets", "greedy"]
+        args = [*PARITY, "--concurrency", "4", "--sets", "greedy", "--json", str(tmp_path / "parity.json")]
         assert bench("parity", "--base-url", a.url, "--against", b.url, *args) == status
     assert "greedy/4, prompt 7, step 5" in capsys.readouterr().out
+    report = json.loads((tmp_path / "parity.json").read_text())
+    assert [(d["setting"], d["prompt"], d["step"]) for d in report["differences"]] == [("greedy/4", 7, 5)]
+    assert report["figures"]["margin_max"] == report["figures"]["margin_p50"] == pytest.approx(gap, rel=0.1)
 
 
 def test_near_ties_may_be_bounded():
