@@ -119,6 +119,17 @@ class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unkno
     function: NamedFunction
 
 
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Meta(min_length=1)]
+
+
+class AllowedChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """Some of the tools only."""
+
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""  # JSON
@@ -160,7 +171,7 @@ class ChatBody(Generate, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     modalities: list[Literal["text"]] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     verbosity: Literal["medium"] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None

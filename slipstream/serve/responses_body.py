@@ -36,6 +36,11 @@ class ChosenFunction(msgspec.Struct, tag_field="type", tag="function", forbid_un
     name: str
 
 
+class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Meta(min_length=1)]
+
+
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -64,7 +69,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -194,10 +199,7 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
     out |= {"messages": [*system, *messages], "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         out["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
-    choice = body.tool_choice
-    out["tool_choice"] = (
-        {"type": "function", "function": {"name": choice.name}} if isinstance(choice, ChosenFunction) else choice
-    )
+    out["tool_choice"] = _choice(body.tool_choice)
     if body.text and body.text.format:
         out["response_format"] = _format(body.text.format)
     if body.reasoning:
@@ -206,6 +208,15 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
         return msgspec.convert(out, ChatBody)
     except msgspec.ValidationError as e:
         raise renamed(to_bad_request(e), NAMES) from None
+
+
+def _choice(choice: str | ChosenFunction | ChosenTools | None) -> Any:
+    """In chat's form."""
+    if isinstance(choice, ChosenFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, ChosenTools):
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_choice(t) for t in choice.tools]}}
+    return choice
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slipstream.errors import BadRequest
-from slipstream.serve.bodies import ChatBody, NamedChoice, Tool
+from slipstream.serve.bodies import AllowedChoice, ChatBody, NamedChoice, Tool
 from slipstream.serve.calls import FORMS, Form
 from slipstream.serve.dialect import Dialect
 from slipstream.serve.reader import Reading
@@ -38,6 +38,8 @@ def choose(body: ChatBody, dialect: Dialect) -> Choice:
     tools = for_template(body.tools)
     _check(body)
     choice = body.tool_choice if body.tool_choice is not None else "auto"
+    if isinstance(choice, AllowedChoice):  # the model does not hear of the others
+        tools, choice = _allowed(tools, choice), choice.allowed_tools.mode
     named = choice.function.name if isinstance(choice, NamedChoice) else None
     names = [t["function"]["name"] for t in tools]
     if (named or choice == "required") and not tools:
@@ -64,6 +66,14 @@ def choose(body: ChatBody, dialect: Dialect) -> Choice:
         return Choice(tools, reading, calls_schema(wanted, key, False), either(FORMS[dialect.calls], dialect.marks, parallel))
     schema = calls_schema(wanted, key, parallel and named is None)
     return Choice(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), schema)
+
+
+def _allowed(tools: list[dict[str, Any]], choice: AllowedChoice) -> list[dict[str, Any]]:
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
+    unknown = names - {t["function"]["name"] for t in tools}
+    if unknown:
+        raise BadRequest(f"tool_choice: {min(unknown)} is allowed, but not among the tools", "tool_choice.allowed_tools.tools")
+    return [t for t in tools if t["function"]["name"] in names]
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]]:

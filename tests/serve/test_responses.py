@@ -97,6 +97,10 @@ def test_forced_calls_and_formats_are_bound(client, roomy):
     roomy.script = script('{"name": "get_weather", "arguments": {"city": "Rome"}}')
     r = client.responses.create(model="fake", input="x", tools=[TOOL], tool_choice={"type": "function", "name": "get_weather"})
     assert r.output[0].name == "get_weather" and roomy.leader.requests[-1].grammar
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    roomy.script = script('[{"name": "get_weather", "arguments": {"city": "Rome"}}]')
+    r = client.responses.create(model="fake", input="x", tools=[TOOL], tool_choice=allowed)
+    assert r.output[0].name == "get_weather" and r.tool_choice.to_dict() == allowed
     roomy.script = script('{"a": 1}')
     format = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
     r = client.responses.create(model="fake", input="x", text={"format": format})

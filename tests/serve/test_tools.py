@@ -167,9 +167,35 @@ def test_with_none_the_model_does_not_hear_of_tools(roomy):
     assert choice["message"]["content"] == CALL and "get_weather" not in prompt_of(roomy)
 
 
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+def test_of_allowed_tools_alone_the_model_hears_and_only_they_are_called(roomy):
+    roomy.script = script(CALL)
+    for names, calls in ((("get_weather",), 1), (("get_time",), 0)):
+        choice = roomy.chat("x", tools=[WEATHER, TIME], tool_choice=allowed("auto", *names)).json()["choices"][0]
+        assert len(choice["message"].get("tool_calls") or ()) == calls
+        assert [name in prompt_of(roomy) for name in ("get_weather", "get_time")] == [bool(calls), not calls]
+    assert not roomy.leader.requests[-1].grammar
+    roomy.script = script(f"[{BOUND}]")
+    choice = roomy.chat("x", tools=[WEATHER, TIME], tool_choice=allowed("required", "get_weather")).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    grammar = roomy.leader.requests[-1].grammar
+    assert "get_weather" in str(grammar) and "get_time" not in str(grammar)
+
+
 @pytest.mark.parametrize(
     "change,param",
     [
+        ({"tools": [WEATHER], "tool_choice": allowed("auto", "get_weather", "get_time")}, "tool_choice.allowed_tools"),
+        ({"tools": [WEATHER], "tool_choice": allowed("auto")}, "tool_choice.allowed_tools"),
+        ({"tools": [WEATHER], "tool_choice": allowed("none", "get_weather")}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": allowed("auto", "get_weather")}, "tool_choice.allowed_tools"),
         ({"tools": [{**WEATHER, "type": "retrieval"}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]}, "tools[0].function"),
