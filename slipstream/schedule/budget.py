@@ -18,8 +18,10 @@ FIRST = 256  # prompt tokens of a step of which nothing was measured and beside 
 LONGEST = 1.0  # seconds that a step without decoding rows should not exceed: newcomers wait for it, and what is aborted too
 FAR = 8192  # tokens before a row at which what it sees weighs as much in learning as what it is
 STEEPEST = 4.0  # what a token sees at FAR costs at most so many times what it costs by itself
-BACKLOG = 0.5  # seconds of prompts under way from which on a step may take ...
+BACKLOG = 30  # targets that the prompts under way must take for a step to be allowed ...
 STRETCH = 1.08  # ... so many times the target: larger steps end them sooner
+PROBE = 128  # steps with prompts beside decoding rows after which one goes without, to measure the rows again ...
+PROBE_SMALL = 16  # ... and steps whose chunk is so small that the rows may be what takes so long
 LEAST_SHARE = 0.25  # of the target that a chunk may take where the decoding rows alone leave less of it
 
 
@@ -54,6 +56,7 @@ class Budget:
     per_token: float = 0.0  # seconds more per prompt token ...
     largest: int = 0  # most prompt tokens measured beside decoding rows
     per_seen: float = 0.0  # ... and per token that it has before its row
+    stale: float = 0.0  # how much of the time after which the base is measured anew has passed; 1 and more: it is due
 
     def __post_init__(self) -> None:
         self._sizes = sizes(self.cap)
@@ -66,8 +69,12 @@ class Budget:
         """Learns from one step, which had the device for itself for `seconds`."""
         if not load.prompt_tokens:
             if load.decodes:
-                self.base += SMOOTH * (min(seconds, BELIEVED * self.base) - self.base) if self.base else seconds
+                weight = SMOOTH if self.stale < 1 else SMOOTH_UP
+                self.base += weight * (min(seconds, BELIEVED * self.base) - self.base) if self.base else seconds
+                self.stale = 0.0
             return
+        if load.decodes and seconds < self.base:
+            self.base = seconds  # the rows alone take no longer
         if load.prompt_tokens < SMALLEST:
             return  # too little to tell the tokens' share
         share = max(seconds - self.base, 1e-9) / load.prompt_tokens
@@ -78,11 +85,12 @@ class Budget:
             weight = SMOOTH_UP if share > thought else SMOOTH
             if self.target is not None:  # a short prompt tells little about a full step: its tokens come almost for nothing
                 weight *= min(1.0, load.prompt_tokens * max(thought / self._wish(), 1 / max(self.largest, 1)))
-            new = load.decodes > 0 and load.prompt_tokens > self.largest  # then nothing is known that it would be a hiccup to
-            change = weight * ((share if new else min(share, BELIEVED * thought)) - thought)
+            believed = max(BELIEVED * thought, self._wish() / load.prompt_tokens)  # what fills the wish is no hiccup
+            change = weight * (min(share, believed) - thought)
             self._move(thought + change, change, load.context / FAR)
         if load.decodes:
             self.largest = max(self.largest, load.prompt_tokens)
+            self.stale += 1 / (PROBE if load.prompt_tokens > 4 * SMALLEST else PROBE_SMALL)
 
     def _move(self, cost: float, change: float, far: float) -> None:
         """Makes `cost`, which is `change` more than before, the cost at a context of far * FAR."""
@@ -93,14 +101,17 @@ class Budget:
 
     def _wish(self, waiting: float = 0.0) -> float:
         """Seconds that prompt tokens may add to a step beside decoding rows; prompts of `waiting` seconds are under way."""
-        target = (self.target or 0.0) * (STRETCH if waiting > BACKLOG else 1.0)
+        target = self.target or 0.0
+        if waiting > BACKLOG * target:
+            target *= STRETCH
         return max(target - self.base, LEAST_SHARE * target)
 
     def prompt_tokens(self, decodes: int, context: float = 0.0, waiting: int = 0) -> int:
         """Prompt tokens, each with `context` before its row, that may join a step of `decodes` decoding rows.
 
         `waiting`: tokens of the prompts under way that have had no row. The step then has a quantized size. Beside decoding
-        rows the chunk at most doubles from one measurement to the next.
+        rows the chunk at most doubles from one measurement to the next, and from time to time there is none: what the rows take
+        by themselves is measured anew.
         """
         room = self.cap - decodes
         cost = self.cost(context)
@@ -108,6 +119,8 @@ class Budget:
             return min(room, max(int(LONGEST / cost), SMALLEST) if cost else FIRST)
         if self.target is None or room <= 0:
             return max(room, 0)
+        if self.stale >= 1:
+            return 0
         most = max(2 * self.largest, SMALLEST)
         if not cost:
             return min(most, room)

@@ -15,7 +15,7 @@ from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.state import ENDED, PREEMPTED, Ended
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.queue import Queue, Waiting
+from slipstream.schedule.queue import AGEING, Queue, Waiting
 
 LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
@@ -303,17 +303,17 @@ class Planner:
     def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
         """Chunks (slot, start, count). The first prompt goes on to its end unless more urgent work comes.
 
-        A prompt's turn is as long after its arrival as the rest of it takes: of those that came together the shortest is next,
-        and none waits for what came later than it would have taken itself. Prompts that have less than half as much left as
-        the first overtake it with half of the room, the shortest first: they need not wait for it, while of two about equally
-        long ones both would only end later, were they to share.
+        A prompt's turn is as long after its arrival as the rest of it takes, half a level of priority at most: of those that
+        came together the shortest is next, and none waits for what arrives when it could have ended. Prompts that have less
+        than half as much left as the first overtake it with half of the room, the shortest first: they need not wait for it,
+        while of two about equally long ones both would only end later, were they to share.
         """
         replica = self.replica
         left = {s: int(replica.target[s] - replica.launched[s]) for s in replica.prefilling}
         if not left or room <= 0:
             return []
-        takes = {s: n * self.budget.cost(n / 2) if replica.ids[s] != self._first else 0.0 for s, n in left.items()}
-        in_turn = sorted(left, key=lambda s: (self.order[s][0] + takes[s], self.order[s][1]))
+        takes = {s: min(n * self.budget.cost(n / 2), AGEING / 2) for s, n in left.items() if replica.ids[s] != self._first}
+        in_turn = sorted(left, key=lambda s: (self.order[s][0] + takes.get(s, 0.0), self.order[s][1]))
         first = in_turn[0]
         self._first = int(replica.ids[first])
         short = sorted((s for s in in_turn if 2 * left[s] < left[first]), key=lambda s: left[s])

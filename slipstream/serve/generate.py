@@ -59,7 +59,7 @@ async def completions(http: HttpRequest) -> Response:
         return plan, completion_prompts(body, plan, tokenizer, limits)
 
     bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
-    only_ids = isinstance(body.prompt, list) and isinstance(body.prompt[0], int) and not body.echo
+    only_ids = isinstance(body.prompt, list) and isinstance(body.prompt[0], int) and not (body.echo or body.bad_words)
     plan, prompts = await prepare(None if bound else size_of(body), work, only_ids)
     return await answer(http, front, plan, prompts, CompletionForm, "cmpl-" + http.scope["slipstream.id"], born)
 

@@ -17,7 +17,7 @@ from slipstream.serve.turn import in_turn
 from slipstream.weights.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
-TURN_IDS = 1 << 18  # token ids of one prompt that are looked through in a turn of the loop
+TURN_IDS = 1 << 16  # token ids of one prompt that are looked through in a turn of the loop
 LONGEST_TOKEN = 256  # characters; a text of more than this times the model's length cannot fit
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
 

@@ -86,7 +86,12 @@ def test_what_has_begun_goes_on_but_for_more_urgent_work():
     assert order_of_ends({0: (0.0, 1000), 1: (0.3, 600), 2: (-9.0, 900)}, appears={2: 0.3}) == [2, 0, 1]
 
 
-def test_a_long_prompt_waits_for_no_more_than_its_own_time():
+def test_a_prompt_of_many_seconds_keeps_its_priority():
+    assert order_of_ends({0: (0.0, 12_000), 1: (-10.0, 23_000)}, appears={1: 0.0}) == [1, 0]
+    assert order_of_ends({0: (0.0, 6000), 1: (-49.0, 6000)}, appears={1: 1.0}) == [1, 0]
+
+
+def test_a_long_prompt_waits_for_nothing_that_arrives_when_it_could_have_ended():
     """Short prompts fill the device for ever; one of 2000 tokens, two seconds, ends among those that came in the first six."""
     flood = {i: (0.1 * i, 100) for i in range(1, 60)}
     ended = order_of_ends({0: (0.0, 2000), **flood})

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from slipstream.rank.protocol import Refused
+from slipstream.serve.request_body import MAX_ITEMS, MAX_LISTS
 from tests.serve.fake import EOS, Script
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
@@ -117,6 +118,17 @@ def test_unknown_models_paths_methods_and_types(front):
     r = front.client.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert r.status_code == 415
     assert front.client.post("/v1/completions", content=b"prompt=x").status_code == 415
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", "1"])
+def test_a_body_of_very_many_pieces_is_refused_before_it_is_taken_apart(front, item):
+    """Taking apart 10 million lists held the loop, and with it every stream, for five seconds."""
+    many = MAX_ITEMS if item == "1" else MAX_LISTS
+    body = '{"prompt": [' + ",".join([item] * (many + 2)) + "]}"
+    r = front.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert r.status_code == 413 and "send fewer" in r.json()["error"]["message"]
+    text = "[1, 2], " * (MAX_LISTS // 4)
+    assert front.complete(prompt=text).json()["error"]["param"] == "prompt", "a long text goes the usual way"
 
 
 def test_a_body_over_the_limit_is_refused_with_and_without_a_length(front):
