@@ -19,7 +19,9 @@ from slipstream.schedule.queue import AGEING, Queue, Waiting
 
 LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
-PREFILLING = 8  # prompts under way at which no more join, unless a step has room for all that is left of them
+PREFILLING = (
+    8  # long prompts under way at which only short ones join, up to twice as many; unless a step has room for all of it
+)
 
 
 @dataclass
@@ -145,9 +147,10 @@ class Planner:
             at = (replica.pages.available, len(replica.free_slots))
             if self._full_at is not None and at[0] <= self._full_at[0] and at[1] <= self._full_at[1]:
                 return
-            if len(replica.prefilling) >= PREFILLING and self._prompt_tokens_left() >= room:
+            behind = self._prompt_tokens_left() >= room
+            if behind and len(replica.prefilling) >= 2 * PREFILLING:
                 return
-            chosen = self._choose()
+            chosen = self._choose(short=behind and self._long_prompts() >= PREFILLING)
             if chosen is None:
                 return
             self.queue.remove(chosen.request.id)
@@ -161,15 +164,15 @@ class Planner:
             self.counters.prefix_queries += chosen.request.prompt_len
             self.counters.prefix_hits += cached
 
-    def _choose(self) -> Waiting | None:
+    def _choose(self, short: bool) -> Waiting | None:
         """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
 
-        Who was preempted goes before all that come after it.
+        Who was preempted goes before all that come after it. With `short`, only short prompts may join.
         """
         last = self.order[self.preempted[0]] if self.preempted else None
         head: Waiting | None = None
         deferred = False
-        for waiting in self.queue.first(LOOKAHEAD):
+        for waiting in self.queue.first(LOOKAHEAD, short):
             if last is not None and waiting.order > last:
                 return None
             keys = self._keys(waiting)
@@ -184,7 +187,7 @@ class Planner:
                 head = waiting
                 if head.passed >= BYPASSES:
                     break
-        if not deferred:  # a page that is published, not one that is freed, lets those in
+        if not deferred and not short:  # a page that is published, not one that is freed, lets those in
             self._full_at = (self.replica.pages.available, len(self.replica.free_slots))
         return None
 
@@ -229,6 +232,11 @@ class Planner:
     def _seat(self, plan: Plan, slot: int, request: Request, keys: list[bytes]) -> int:
         plan.commands.append(Admit(slot, request.id))
         return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
+
+    def _long_prompts(self) -> int:
+        """How many prompts under way are not short."""
+        slots = np.array(self.replica.prefilling, np.intp)
+        return int(np.count_nonzero(self.replica.target[slots] > self.queue.short))
 
     def _prompt_tokens_left(self) -> int:
         slots = np.array(self.replica.prefilling, np.intp)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.planner import BYPASSES, Planner
+from slipstream.schedule.planner import BYPASSES, PREFILLING, Planner
 from tests.helpers.toy_group import ToyGroup, expected, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -53,6 +53,26 @@ def test_equally_long_prompts_do_not_share_a_step_and_a_short_one_overtakes_the_
     both = [step for step in prompts if oldest in step and short in step]
     assert sum(step[short] for step in both) == 40
     assert all(step[oldest] >= 16 for step in both), "the oldest keeps half of the room"
+
+
+@BOTH
+def test_a_short_prompt_passes_a_queue_of_long_ones(asynchronous: bool):
+    """Twenty of 300 tokens, of which eight are under way and twelve wait; then come two of 20."""
+    group = ToyGroup(asynchronous=asynchronous, cap=32, max_len=512, pages=1000, slots=32)
+    group.leader.planner.queue.short = 50
+    group.submit(*(request(i, [i] * 300, 2) for i in range(20)))
+    for _ in range(12):
+        group.turn()
+    long = len(group.leader.replica.prefilling)
+    assert long == PREFILLING and len(group.leader.planner.queue) > 0
+    group.submit(request(50, [50] * 20, 2), request(51, [51] * 20, 2))
+    for _ in range(8):
+        group.turn()
+    assert {50, 51} <= set(group.leader.planner.slot_of) | set(group.ends)
+    group.run()
+    group.assert_right()
+    ends = list(group.ends)
+    assert max(ends.index(50), ends.index(51)) <= 4
 
 
 def order_of_ends(arrivals: dict[int, tuple[float, int]], appears: dict[int, float] | None = None) -> list[int]:
@@ -389,9 +409,9 @@ def test_ten_thousand_waiting_requests_cost_a_step_nothing():
     looks = 0
     original = group.planner.queue.first
 
-    def first(count: int):
+    def first(count: int, short: bool = False):
         nonlocal looks
-        found = original(count)
+        found = original(count, short)
         looks += len(found)
         return found
 

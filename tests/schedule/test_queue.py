@@ -40,16 +40,26 @@ def test_nothing_waits_for_ever_behind_later_and_more_urgent_work():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["push", "remove", "look"]), st.integers(0, 9), st.integers(-2, 2)), max_size=60))
 def test_it_is_a_sorted_list_with_removal_by_id(calls: list[tuple[str, int, int]]):
-    queue, model = Queue(1000), {}
+    queue, model = Queue(1000, short=4), {}
     for at, (call, id, priority) in enumerate(calls):
         if call == "push" and id not in model:
-            queue.push(request(id, [1], priority=priority), now=float(at))
+            queue.push(request(id, [1] * (id + 1), priority=priority), now=float(at))
             model[id] = at + AGEING * priority
         elif call == "remove":
             assert (queue.remove(id) is not None) == (model.pop(id, None) is not None)
         want = sorted(model, key=lambda i: model[i])
         assert ids(queue, 3) == want[:3] and ids(queue) == want
         assert [w.request.id for w in queue.all()] == want and len(queue) == len(want)
+        assert [w.request.id for w in queue.first(3, short=True)] == [id for id in want if id < 4][:3]
+        assert [w.request.id for w in queue.copy().first(9, short=True)] == [id for id in want if id < 4]
+
+
+def test_short_ones_that_have_left_are_not_kept_for_ever():
+    queue = Queue(10)
+    for id in range(10_000):
+        queue.push(request(id, [1]), now=float(id))
+        queue.remove(id)
+    assert len(queue._short) <= 100 and not queue.first(5, short=True)
 
 
 def test_a_removed_request_may_come_again_with_the_same_id():
