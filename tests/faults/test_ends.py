@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from slipstream.rank.supervisor import ONE_ASKING
 from tests.faults.bad import SIM, BadServer
 from tests.helpers.server import ROOT, TINY, Clients, Server, command_line, is_terminal, open_files
 
@@ -107,6 +108,7 @@ def test_a_second_sigterm_ends_a_front_end_that_stands_still():
         server.signal(signal.SIGSTOP, front)
         server.signal(signal.SIGTERM)
         server.until(lambda: "draining for up to 60 s" in server.log, "the drain")
+        time.sleep(2 * ONE_ASKING)
         server.signal(signal.SIGTERM)
         assert server.wait(20) == 0
 
