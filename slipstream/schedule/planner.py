@@ -19,9 +19,7 @@ from slipstream.schedule.queue import AGEING, Queue, Waiting
 
 LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
-PREFILLING = (
-    8  # long prompts under way at which only short ones join, up to twice as many; unless a step has room for all of it
-)
+PREFILLING = 8  # long prompts under way at which only short ones join, up to twice as many, unless a step has room for all
 
 
 @dataclass
