@@ -5,7 +5,9 @@ cut chunks of prompts into what is left of the budget. It changes the leader's r
 records each call as a command, so that followers do the same.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,11 +17,16 @@ from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.state import ENDED, PREEMPTED, Ended
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.queue import AGEING, Queue, Waiting
+from slipstream.schedule.queue import Queue, Waiting
+from slipstream.schedule.turns import Prompt, Turns
 
 LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
-PREFILLING = 8  # long prompts under way at which only short ones join, up to twice as many, unless a step has room for all
+SHORT = 1024  # tokens to compute of a prompt that need not wait for long ones
+LONG_UNDER_WAY = 8  # long prompts that are computed at a time, where a step has no room for all; with short ones twice as many
+HASHED = (
+    256  # pages, about, that a look hashes to see whether the cache makes long prompts short: a burst must not stop the loop
+)
 
 
 @dataclass
@@ -31,6 +38,15 @@ class Plan:
     started: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # (request id, cached tokens)
     dropped: list[Ended] = field(default_factory=list[Ended])  # one per Drop, in order
     step: Step | None = None
+
+
+class Share(NamedTuple):
+    """The prompts' part of a step."""
+
+    room: int  # prompt tokens that may join
+    rows: list[tuple[int, int, int]]  # the chunks that take them: (slot, start, count)
+    first: int  # the request whose prompt goes on until it ends; -1: none
+    context: float  # tokens before a prompt token, on the average
 
 
 @dataclass
@@ -55,19 +71,26 @@ class Planner:
         self.slot_of: dict[int, int] = {}  # request id -> slot
         self.order: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
-        self._context = 0.0  # tokens before a prompt token of the last step, on the average
-        self._first = -1  # the request whose prompt was cut first the last time
+        self.short = SHORT
+        self.long_under_way = LONG_UNDER_WAY
+        self._last = Share(0, [], -1, 0.0)  # of the last step that had prompts
+        self._turns: Turns | None = None  # of the prompts under way; None: somebody has joined since
         self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
 
     # --- what comes in
 
     def submit(self, request: Request, now: float) -> None:
-        self.queue.push(request, now)
+        self.queue.push(request, now, request.prompt_len <= self.short)
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Something has changed for those that could not be admitted, beside more pages or slots."""
         self._full_at = None
 
     def abort(self, id: int, kept: int) -> bool:
         """Marks a request as gone. True when it was only waiting: then nothing of it is in the log."""
         if self.queue.remove(id) is not None:
+            self.reopen()  # the others may have waited for it
             return True
         if id in self.slot_of:
             self.gone[id] = kept
@@ -82,13 +105,15 @@ class Planner:
         decoding = self._decode_rows()
         self._return_preempted(plan)
         before = len(plan.commands)
-        room, rows = self._share(decoding)
-        self._admit(plan, room)
+        share = self._share(decoding)
+        self._admit(plan, share.room)
         decoding = self._make_room(plan, decoding)
         if len(plan.commands) > before:
-            _, rows = self._share(decoding)
-        if len(decoding) or rows:
-            plan.step = self._step(decoding, rows, depth)
+            share = self._share(decoding)
+        if share.rows:
+            self._last = share
+        if len(decoding) or share.rows:
+            plan.step = self._step(decoding, share.rows, depth)
         return plan
 
     def _droppable(self, slot: int) -> bool:
@@ -109,7 +134,7 @@ class Planner:
         assert existed, f"request {id} is not in slot {slot}"
         plan.commands.append(Drop(slot, id, kept))
         plan.dropped.append(ended)
-        self._full_at = None
+        self.reopen()
         del self.slot_of[id], self.order[slot]
         if slot in self.preempted:
             self.preempted.remove(slot)
@@ -140,54 +165,86 @@ class Planner:
     def _admit(self, plan: Plan, room: int) -> None:
         """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
         replica = self.replica
+        left = [prompt.left for prompt in self._prompts()]
+        tokens, long = sum(left), sum(n > self.short for n in left)
         joined = 0
         while len(self.queue) and replica.free_slots and joined < 2 * self.budget.cap:
             at = (replica.pages.available, len(replica.free_slots))
             if self._full_at is not None and at[0] <= self._full_at[0] and at[1] <= self._full_at[1]:
                 return
-            behind = self._prompt_tokens_left() >= room
-            if behind and len(replica.prefilling) >= 2 * PREFILLING:
+            behind = tokens >= room
+            if behind and len(replica.prefilling) >= 2 * self.long_under_way:
                 return
-            chosen = self._choose(short=behind and self._long_prompts() >= PREFILLING)
+            chosen = self._choose(crowded=behind and long >= self.long_under_way)
             if chosen is None:
                 return
-            self.queue.remove(chosen.request.id)
-            slot = replica.free_slots[-1]
-            plan.admitted.append(chosen.request)
-            self.order[slot] = chosen.order
-            self.slot_of[chosen.request.id] = slot
-            cached = self._seat(plan, slot, chosen.request, self._keys(chosen))
-            plan.started.append((chosen.request.id, cached))
-            joined += chosen.request.prompt_len - cached + cached // 4
-            self.counters.prefix_queries += chosen.request.prompt_len
-            self.counters.prefix_hits += cached
+            cached = self._join(plan, chosen)
+            rest = chosen.request.prompt_len - cached
+            tokens, long = tokens + rest, long + (rest > self.short)
+            joined += rest + cached // 4
 
-    def _choose(self, short: bool) -> Waiting | None:
+    def _join(self, plan: Plan, chosen: Waiting) -> int:
+        """Seats a waiting request; how many tokens of its prompt the cache holds."""
+        request = chosen.request
+        self.queue.remove(request.id)
+        slot = self.replica.free_slots[-1]
+        plan.admitted.append(request)
+        self.order[slot] = chosen.order
+        self.slot_of[request.id] = slot
+        cached = self._seat(plan, slot, request, self._keys(chosen))
+        plan.started.append((request.id, cached))
+        self.counters.prefix_queries += request.prompt_len
+        self.counters.prefix_hits += cached
+        return cached
+
+    def _choose(self, crowded: bool) -> Waiting | None:
         """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
 
-        Who was preempted goes before all that come after it. With `short`, only short prompts may join.
+        Who was preempted goes before all that come after it. `crowded`: only short prompts may join.
         """
         last = self.order[self.preempted[0]] if self.preempted else None
         head: Waiting | None = None
-        deferred = False
-        for waiting in self.queue.first(LOOKAHEAD, short):
-            if last is not None and waiting.order > last:
-                return None
+        for_pages = not crowded  # whether everybody who was looked at waits for pages
+        for waiting in self._candidates(crowded):
             keys = self._keys(waiting)
-            if self._computed_soon(waiting):
-                deferred = True
-                continue
-            if self._fits(waiting.request, waiting.request.prompt_len, keys):
+            if (last is not None and waiting.order > last) or self._computed_soon(waiting):
+                for_pages = False
+            elif self._fits(waiting.request, waiting.request.prompt_len, keys):
                 if head is not None:
                     head.passed += 1
                 return waiting
-            if head is None:
+            elif head is None:
                 head = waiting
                 if head.passed >= BYPASSES:
                     break
-        if not deferred and not short:  # a page that is published, not one that is freed, lets those in
+        if for_pages:
             self._full_at = (self.replica.pages.available, len(self.replica.free_slots))
         return None
+
+    def _candidates(self, crowded: bool) -> Iterator[Waiting]:
+        """Who is looked at: the first in the queue, unless `crowded`; then short ones, as urgent as the very first."""
+        queue = self.queue
+        first = queue.first(LOOKAHEAD)
+        if not crowded:
+            yield from first
+        self._sort()
+        for waiting in queue.first(LOOKAHEAD, short=True):
+            if waiting.request.priority > first[0].request.priority or (waiting in first and not crowded):
+                continue
+            if waiting.request.prompt_len > self.short and self._missing(waiting) > self.short:
+                queue.set_short(waiting, False)  # its pages were evicted
+                continue
+            yield waiting
+
+    def _sort(self) -> None:
+        """Finds out which of the long prompts are short by what the cache lacks of them, as the next turn of a chat is."""
+        hashed = 0
+        while hashed < HASHED and (waiting := self.queue.next_unsorted()) is not None:
+            request = waiting.request
+            if request.sampling.prompt_logprobs < 0:
+                pages = self.replica.pages_of(request)
+                hashed += pages + 1
+                self.queue.set_short(waiting, request.prompt_len - pages * self.replica.limits.block <= self.short)
 
     def _keys(self, waiting: Waiting) -> list[bytes]:
         """The content keys of its prompt's pages, hashed when it is first looked at: a burst must not stop the loop."""
@@ -195,50 +252,76 @@ class Planner:
             waiting.keys = self.replica.prompt_keys(waiting.request)
         return waiting.keys
 
-    def _computed_soon(self, waiting: Waiting) -> bool:
-        """Whether a prompt that is being computed will soon hold pages that this one misses; it waits for the last of them.
+    def _missing(self, waiting: Waiting) -> int:
+        """How many tokens of its prompt would have to be computed, were it to join now."""
+        length = waiting.request.prompt_len
+        waiting.missing = length - len(self._cached(waiting.request, length, self._keys(waiting))) * self.replica.limits.block
+        return waiting.missing
 
-        Once found, asking again costs two look-ups.
+    def _cached(self, request: Request, known: int, keys: list[bytes]) -> list[int]:
+        """The pages in the cache that it may read of its first `known` tokens, of which one is always computed."""
+        if request.sampling.prompt_logprobs >= 0:
+            return []
+        return self.replica.pages.find(keys[: (known - 1) // self.replica.limits.block])
+
+    def _computed_soon(self, waiting: Waiting) -> bool:
+        """Whether pages that this prompt misses are computed for another one, and before this one's turn would come.
+
+        It waits for the last of them. Once found, asking again costs two look-ups.
         """
         replica = self.replica
         if waiting.awaits is not None:
             id, key = waiting.awaits
-            if self.slot_of.get(id) in replica.prefilling and key not in replica.pages.index:
+            slot = self.slot_of.get(id, -1)
+            if slot in replica.prefilling and key not in replica.pages.index and self._goes_before(slot, waiting):
                 return True
             waiting.awaits = None
         keys = self._keys(waiting)[: (waiting.request.prompt_len - 1) // replica.limits.block]
         if not keys or not replica.prefilling or waiting.request.sampling.prompt_logprobs >= 0:
             return False
-        missing = len(replica.pages.find(keys))
+        found = (waiting.request.prompt_len - self._missing(waiting)) // replica.limits.block
         for slot in replica.prefilling:
             own = replica.keys[slot][: int(replica.target[slot]) // replica.limits.block]
-            if missing < min(len(own), len(keys)) and own[missing] == keys[missing]:
-                common = next((i for i, (a, b) in enumerate(zip(own, keys, strict=False)) if a != b), min(len(own), len(keys)))
+            most = min(len(own), len(keys))
+            if found < most and own[found] == keys[found] and self._goes_before(slot, waiting):
+                common = next((i for i in range(found, most) if own[i] != keys[i]), most)
                 waiting.awaits = (int(replica.ids[slot]), keys[common - 1])
                 return True
         return False
 
+    def _goes_before(self, slot: int, waiting: Waiting) -> bool:
+        if self._turns is None:
+            self._turns = Turns(self._prompts(), self._last.first, self.budget.cost)
+        prompt = Prompt(-1, waiting.request.id, waiting.missing, waiting.order, waiting.request.priority)
+        return self._turns.goes_before(slot, prompt)
+
     def _fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
         """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
         replica = self.replica
-        pages, block = replica.pages, replica.limits.block
-        cached = pages.find(keys[: (known - 1) // block]) if request.sampling.prompt_logprobs < 0 else []
-        need = -(-known // block) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
+        pages = replica.pages
+        cached = self._cached(request, known, keys)
+        need = -(-known // replica.limits.block) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
         running = len(replica.decoding) + len(replica.prefilling)
         return need + min(running, pages.total // 50 + 1) <= pages.available if running else need <= pages.available
 
     def _seat(self, plan: Plan, slot: int, request: Request, keys: list[bytes]) -> int:
+        self._turns = None
         plan.commands.append(Admit(slot, request.id))
         return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
 
-    def _long_prompts(self) -> int:
-        """How many prompts under way are not short."""
-        slots = np.array(self.replica.prefilling, np.intp)
-        return int(np.count_nonzero(self.replica.target[slots] > self.queue.short))
-
-    def _prompt_tokens_left(self) -> int:
-        slots = np.array(self.replica.prefilling, np.intp)
-        return int((self.replica.target[slots] - self.replica.launched[slots]).sum())
+    def _prompts(self) -> list[Prompt]:
+        """The prompts under way."""
+        replica = self.replica
+        return [
+            Prompt(
+                s,
+                int(replica.ids[s]),
+                int(replica.target[s] - replica.launched[s]),
+                self.order[s],
+                replica.requests[s].priority,
+            )
+            for s in replica.prefilling
+        ]
 
     # --- rows
 
@@ -250,13 +333,13 @@ class Planner:
         """
         replica = self.replica
         wants = replica.pages_wanted(decoding)
-        short = int(np.count_nonzero(wants)) - replica.pages.available
-        if short <= 0:
+        lacking = int(np.count_nonzero(wants)) - replica.pages.available
+        if lacking <= 0:
             return decoding
         if self._pages_are_coming():
             wanting = decoding[wants][: replica.pages.available]
             return decoding[~wants | np.isin(decoding, wanting)]
-        while short > 0:
+        while lacking > 0:
             running = [*replica.prefilling, *replica.decoding.tolist()]
             victim = max(running, key=lambda slot: self.order[slot])
             keep = self._copying_is_cheaper(victim)
@@ -266,7 +349,7 @@ class Planner:
             self.preempted.append(victim)
             self.preempted.sort(key=lambda slot: self.order[slot])
             decoding = decoding[decoding != victim]
-            short = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
+            lacking = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
         return decoding
 
     def _pages_are_coming(self) -> bool:
@@ -285,52 +368,32 @@ class Planner:
             return False
         return self.copy_seconds * pages < self.budget.cost(tokens / 2) * tokens
 
-    def _share(self, decoding: np.ndarray) -> tuple[int, list[tuple[int, int, int]]]:
-        """How many prompt tokens may join, and the chunks that take them.
+    def _share(self, decoding: np.ndarray) -> Share:
+        """The chunks of prompts that join the decoding rows.
 
         What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
         reach prompts of which the first cut saw nothing, so the second price can only lower it.
         """
-        waiting = self._prompt_tokens_left()
-        room = self.budget.prompt_tokens(len(decoding), self._context, waiting)
-        rows = self._cut_prompts(room)
+        prompts = self._prompts()
+        waiting = sum(prompt.left for prompt in prompts)
+        context = self._last.context
+        room = self.budget.prompt_tokens(len(decoding), context, waiting)
+        turns = self._turns = Turns(prompts, self._last.first, self.budget.cost)
+        rows = self._cut(turns, room)
         for again in (False, True):
             tokens = sum(count for _, _, count in rows)
             if not tokens:
                 break
-            self._context = sum(start * count for _, start, count in rows) / tokens
-            priced = self.budget.prompt_tokens(len(decoding), self._context, waiting)
+            context = sum(start * count for _, start, count in rows) / tokens
+            priced = self.budget.prompt_tokens(len(decoding), context, waiting)
             if priced == room or (again and priced > room):
                 break
             room = priced
-            rows = self._cut_prompts(room)
-        return room, rows
+            rows = self._cut(turns, room)
+        return Share(room, rows, turns.first.id if turns.first else -1, context)
 
-    def _cut_prompts(self, room: int) -> list[tuple[int, int, int]]:
-        """Chunks (slot, start, count). The first prompt goes on to its end unless more urgent work comes.
-
-        A prompt's turn is as long after its arrival as the rest of it takes, half a level of priority at most: of those that
-        came together the shortest is next, and none waits for what arrives when it could have ended. Prompts that have less
-        than half as much left as the first overtake it with half of the room, the shortest first: they need not wait for it,
-        while of two about equally long ones both would only end later, were they to share.
-        """
-        replica = self.replica
-        left = {s: int(replica.target[s] - replica.launched[s]) for s in replica.prefilling}
-        if not left or room <= 0:
-            return []
-        takes = {s: min(n * self.budget.cost(n / 2), AGEING / 2) for s, n in left.items() if replica.ids[s] != self._first}
-        in_turn = sorted(left, key=lambda s: (self.order[s][0] + takes.get(s, 0.0), self.order[s][1]))
-        first = in_turn[0]
-        self._first = int(replica.ids[first])
-        short = sorted((s for s in in_turn if 2 * left[s] < left[first]), key=lambda s: left[s])
-        counts = {first: min(left[first], room - room // 2 if short else room)}
-        room -= counts[first]
-        for slot in (*short, *in_turn):
-            more = min(left[slot] - counts.get(slot, 0), room)
-            if more > 0:
-                counts[slot] = counts.get(slot, 0) + more
-                room -= more
-        return [(s, int(replica.launched[s]), n) for s, n in counts.items()]
+    def _cut(self, turns: Turns, room: int) -> list[tuple[int, int, int]]:
+        return [(slot, int(self.replica.launched[slot]), count) for slot, count in turns.cut(room).items()]
 
     def _step(self, decoding: np.ndarray, rows: list[tuple[int, int, int]], depth: int) -> Step:
         replica = self.replica
@@ -361,10 +424,10 @@ class Planner:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two equal planners of equal replicas share. Clocks, measured times and what only they give a
-        meaning (`_context`, `_first`) are left out."""
+        """A hashable value that two equal planners of equal replicas share. Clocks and what was measured are left out."""
         return (
-            tuple((w.request.id, w.passed, w.awaits) for w in self.queue.all()),
+            self.queue.state(),
+            self._last.first,
             tuple(self.gone.items()),
             tuple(sorted(self.order, key=lambda slot: self.order[slot])),
             tuple(self.preempted),

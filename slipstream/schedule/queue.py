@@ -6,20 +6,24 @@ the first come is the first served, and nothing waits for ever behind later, mor
 
 import heapq
 import itertools
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from slipstream.log.request import Request
 
 AGEING = 10.0  # seconds of waiting that outweigh one level of priority
-SHORT = 1024  # tokens of a prompt that need not wait for long ones to be computed
+
+Item = tuple[tuple[float, int], int]  # (order, request id)
 
 
-@dataclass
+@dataclass(eq=False)
 class Waiting:
     """One waiting request."""
 
     request: Request
     order: tuple[float, int]
+    short: bool  # whether it may pass long prompts
+    missing: int  # tokens of its prompt that were not in the cache when it was last looked at
     keys: list[bytes] | None = None  # content keys of its prompt's pages, once the planner has looked at it
     passed: int = 0  # how often a later one was admitted before it
     awaits: tuple[int, bytes] | None = None  # (request that computes a common beginning, key of its last page)
@@ -27,56 +31,90 @@ class Waiting:
 
 @dataclass
 class Queue:
-    """A priority queue with removal by id. What a step does with it is O(log n): who is removed leaves the heap at its head.
+    """A priority queue with removal by id, in two heaps: one of short prompts, one of the others.
 
-    `limit` is kept by the leader, which also counts those whose grammar is being compiled.
+    What a step does with it is O(log n): who is removed leaves a heap at its head. Only when more have left than wait is a
+    heap swept. `limit` is kept by the leader, which also counts those whose grammar is being compiled.
     """
 
     limit: int
-    short: int = SHORT
-    _heap: list[tuple[tuple[float, int], int]] = field(default_factory=list[tuple[tuple[float, int], int]])
-    _short: list[tuple[tuple[float, int], int]] = field(default_factory=list[tuple[tuple[float, int], int]])
+    _heaps: tuple[list[Item], list[Item]] = field(default_factory=lambda: ([], []))  # long, short
     _by_id: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
+    _unsorted: deque[int] = field(default_factory=deque[int])  # long ones that may be short by what the cache lacks
     _ticket: "itertools.count[int]" = field(default_factory=lambda: itertools.count())
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def push(self, request: Request, now: float) -> Waiting:
-        waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)))
+    def push(self, request: Request, now: float, short: bool = False) -> Waiting:
+        waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)), short, request.prompt_len)
         self._by_id[request.id] = waiting
-        heapq.heappush(self._heap, (waiting.order, request.id))
-        if request.prompt_len <= self.short:
-            heapq.heappush(self._short, (waiting.order, request.id))
-            if len(self._short) > 2 * len(self._by_id) + 64:  # it is seldom looked at, so those that have left are still there
-                self._short = sorted(item for item in self._short if self._waits(item))
+        if not short:
+            self._unsorted.append(request.id)
+        self._add(waiting)
         return waiting
 
-    def _waits(self, item: tuple[tuple[float, int], int]) -> bool:
+    def _add(self, waiting: Waiting) -> None:
+        heapq.heappush(self._heaps[waiting.short], (waiting.order, waiting.request.id))
+
+    def _is_here(self, item: Item, short: bool) -> bool:
         waiting = self._by_id.get(item[1])
-        return waiting is not None and waiting.order == item[0]
+        return waiting is not None and waiting.order == item[0] and waiting.short == short
 
     def remove(self, id: int) -> Waiting | None:
         """Takes a request out wherever it stands; None if it is not waiting."""
-        return self._by_id.pop(id, None)
+        waiting = self._by_id.pop(id, None)
+        most = 2 * len(self._by_id) + 64
+        for short, heap in enumerate(self._heaps):
+            if len(heap) > most:
+                heap[:] = [item for item in heap if self._is_here(item, bool(short))]
+                heapq.heapify(heap)
+        if len(self._unsorted) > most:
+            self._unsorted = deque(id for id in self._unsorted if id in self._by_id)
+        return waiting
+
+    def next_unsorted(self) -> Waiting | None:
+        """The first request that came as long and was not given out here before."""
+        while self._unsorted:
+            waiting = self._by_id.get(self._unsorted.popleft())
+            if waiting is not None:
+                return waiting
+        return None
+
+    def set_short(self, waiting: Waiting, short: bool) -> None:
+        """Moves a waiting request to where short prompts stand, or away from there."""
+        if waiting.short != short:
+            waiting.short = short
+            self._add(waiting)
 
     def first(self, count: int, short: bool = False) -> list[Waiting]:
-        """The first `count` waiting requests, in order; with `short`, of those whose prompts are."""
-        heap = self._short if short else self._heap
-        taken: list[tuple[tuple[float, int], int]] = []
+        """The first `count` waiting requests, in order; with `short`, of the short ones."""
+        items = self._head(True, count)
+        if not short:
+            items = sorted(items + self._head(False, count))[:count]
+        return [self._by_id[id] for _, id in items]
+
+    def _head(self, short: bool, count: int) -> list[Item]:
+        heap = self._heaps[short]
+        taken: list[Item] = []
         while heap and len(taken) < count:
             item = heapq.heappop(heap)
-            if self._waits(item):
+            if self._is_here(item, short) and (not taken or taken[-1] != item):  # who moved there and back stands there twice
                 taken.append(item)
         for item in taken:
             heapq.heappush(heap, item)
-        return [self._by_id[id] for _, id in taken]
+        return taken
 
     def all(self) -> list[Waiting]:
-        """Everyone, in order; for the checker, it costs a sort."""
+        """Everyone, in order; it costs a sort."""
         return sorted(self._by_id.values(), key=lambda w: w.order)
 
+    def state(self) -> tuple[object, ...]:
+        """A hashable value that two queues share of which the planner would do the same, clocks apart."""
+        waiting = ((w.request.id, w.short, w.missing, w.passed, w.awaits) for w in self.all())
+        return tuple(waiting), tuple(self._unsorted)
+
     def copy(self) -> "Queue":
-        other = Queue(self.limit, self.short, self._heap.copy(), self._short.copy(), {}, self._ticket)
+        other = Queue(self.limit, (self._heaps[0].copy(), self._heaps[1].copy()), {}, self._unsorted.copy(), self._ticket)
         other._by_id = {id: replace(w) for id, w in self._by_id.items()}
         return other

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.log.request import Request, Sampling
+from slipstream.schedule.planner import LONG_UNDER_WAY, SHORT
 from slipstream.verify.toy import VOCAB
 
 MIN_REQUESTS = 30
@@ -61,6 +62,8 @@ class Scenario:
     jitter: float = 1e-4  # seconds, scale of delays of messages and outcomes
     spike: float = 0.0  # share of delays that are a hundred times longer
     slow: tuple[float, ...] = field(default=(1.0,))  # factor of each rank's delays
+    short: int = SHORT  # tokens of a short prompt
+    long_under_way: int = LONG_UNDER_WAY
 
 
 def draw(seed: int) -> Scenario:
@@ -94,6 +97,8 @@ def draw(seed: int) -> Scenario:
         jitter=jitter,
         spike=r.choice((0.0, 0.0, 0.01)),
         slow=tuple(r.choice((1.0, 1.0, 1.0, 10.0)) for _ in range(size)),
+        short=r.choice((4, 10, 20, SHORT)),
+        long_under_way=r.choice((1, 2, LONG_UNDER_WAY)),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from slipstream.schedule.planner import LONG_UNDER_WAY, SHORT
 from slipstream.verify.scenario import Scenario
 
 TRIES = 600  # runs at most
@@ -40,6 +41,8 @@ def candidates(s: Scenario) -> Iterator[Scenario]:
         yield replace(s, faults=())
     if s.size > 1:
         yield replace(s, size=s.size - 1, faults=tuple(f for f in s.faults if f.rank < s.size - 1), slow=s.slow[:-1])
+    if (s.short, s.long_under_way) != (SHORT, LONG_UNDER_WAY):
+        yield replace(s, short=SHORT, long_under_way=LONG_UNDER_WAY)
     if s.spike:
         yield replace(s, spike=0.0)
     if set(s.slow) != {1.0}:

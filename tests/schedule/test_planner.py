@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.planner import BYPASSES, PREFILLING, Planner
+from slipstream.schedule.planner import BYPASSES, Planner, Share
 from tests.helpers.toy_group import ToyGroup, expected, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -55,34 +55,15 @@ def test_equally_long_prompts_do_not_share_a_step_and_a_short_one_overtakes_the_
     assert all(step[oldest] >= 16 for step in both), "the oldest keeps half of the room"
 
 
-@BOTH
-def test_a_short_prompt_passes_a_queue_of_long_ones(asynchronous: bool):
-    """Twenty of 300 tokens, of which eight are under way and twelve wait; then come two of 20."""
-    group = ToyGroup(asynchronous=asynchronous, cap=32, max_len=512, pages=1000, slots=32)
-    group.leader.planner.queue.short = 50
-    group.submit(*(request(i, [i] * 300, 2) for i in range(20)))
-    for _ in range(12):
-        group.turn()
-    long = len(group.leader.replica.prefilling)
-    assert long == PREFILLING and len(group.leader.planner.queue) > 0
-    group.submit(request(50, [50] * 20, 2), request(51, [51] * 20, 2))
-    for _ in range(8):
-        group.turn()
-    assert {50, 51} <= set(group.leader.planner.slot_of) | set(group.ends)
-    group.run()
-    group.assert_right()
-    ends = list(group.ends)
-    assert max(ends.index(50), ends.index(51)) <= 4
-
-
 @pytest.mark.parametrize("last", [0.0, 600.0, 100_000.0])
 def test_what_a_step_holds_is_priced_by_where_all_of_it_is(last: float):
     """The oldest has 100 tokens left near its beginning; behind it stands a prompt with 100,000 in the cache."""
     budget = Budget(2048, 0.016, 0.0035, 4e-6, 2048, 1.5e-9)
     replica = SimpleNamespace(prefilling=[0, 1], target=np.array([720, 103_000]), launched=np.array([620, 100_000]), ids=[7, 8])
+    replica.requests = {slot: request(7 + slot, [1]) for slot in (0, 1)}
     planner = Planner(replica, budget, 8)  # type: ignore[arg-type]
-    planner.order, planner._context = {0: (0, 0), 1: (0, 1)}, last
-    room, rows = planner._share(np.arange(16))
+    planner.order, planner._last = {0: (0, 0), 1: (0, 1)}, Share(0, [], -1, last)
+    room, rows, _, _ = planner._share(np.arange(16))
     assert sum(n for _, _, n in rows) == room >= 64
     assert budget.base + sum(n * budget.cost(start) for _, start, n in rows) <= 1.05 * 0.016
 

@@ -1,5 +1,6 @@
 """The queue of waiting requests: order, ageing, removal."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,28 +39,51 @@ def test_nothing_waits_for_ever_behind_later_and_more_urgent_work():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["push", "remove", "look"]), st.integers(0, 9), st.integers(-2, 2)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["push", "remove", "move", ""]), st.integers(0, 9), st.integers(-2, 2)), max_size=60))
 def test_it_is_a_sorted_list_with_removal_by_id(calls: list[tuple[str, int, int]]):
-    queue, model = Queue(1000, short=4), {}
+    queue, model, short = Queue(1000), {}, set()
     for at, (call, id, priority) in enumerate(calls):
         if call == "push" and id not in model:
-            queue.push(request(id, [1] * (id + 1), priority=priority), now=float(at))
+            queue.push(request(id, [1], priority=priority), float(at), short=id < 4)
             model[id] = at + AGEING * priority
+            short = short | {id} if id < 4 else short - {id}
+        elif call == "move" and id in model:
+            queue.set_short(next(w for w in queue.all() if w.request.id == id), id not in short)
+            short ^= {id}
         elif call == "remove":
             assert (queue.remove(id) is not None) == (model.pop(id, None) is not None)
         want = sorted(model, key=lambda i: model[i])
         assert ids(queue, 3) == want[:3] and ids(queue) == want
         assert [w.request.id for w in queue.all()] == want and len(queue) == len(want)
-        assert [w.request.id for w in queue.first(3, short=True)] == [id for id in want if id < 4][:3]
-        assert [w.request.id for w in queue.copy().first(9, short=True)] == [id for id in want if id < 4]
+        assert [w.request.id for w in queue.first(3, short=True)] == [id for id in want if id in short][:3]
+        assert [w.request.id for w in queue.copy().first(9, short=True)] == [id for id in want if id in short]
 
 
-def test_short_ones_that_have_left_are_not_kept_for_ever():
+@pytest.mark.parametrize("short", [False, True])
+def test_those_that_have_left_are_not_kept_for_ever(short: bool):
+    """While one of the other kind stands at the head, or all leave that came."""
     queue = Queue(10)
-    for id in range(10_000):
-        queue.push(request(id, [1]), now=float(id))
+    queue.push(request(-1, [1]), 0.0, short=not short)
+    for id in range(1000):
+        queue.push(request(id, [1]), 1.0 + id, short)
         queue.remove(id)
-    assert len(queue._short) <= 100 and not queue.first(5, short=True)
+    assert len(queue._unsorted) + sum(map(len, queue._heaps)) <= 200 and ids(queue) == [-1]
+    for id in range(1000):
+        queue.push(request(id, [1]), 1.0 + id, short)
+    for id in range(1000):
+        queue.remove(id)
+    assert len(queue._unsorted) + sum(map(len, queue._heaps)) <= 200 and ids(queue) == [-1]
+
+
+def test_long_prompts_are_given_out_once_to_be_sorted():
+    queue = Queue(10)
+    for id in range(5):
+        queue.push(request(id, [1]), float(id), short=id == 1)
+    queue.remove(2)
+    copy = queue.copy()
+    for these in (queue, copy):
+        given = [these.next_unsorted() for _ in range(4)]
+        assert [w.request.id for w in given if w] == [0, 3, 4] and given[-1] is None
 
 
 def test_a_removed_request_may_come_again_with_the_same_id():
@@ -69,13 +93,3 @@ def test_a_removed_request_may_come_again_with_the_same_id():
     queue.remove(1)
     queue.push(request(1, [1]), now=2.0)
     assert ids(queue) == [2, 1]
-
-
-def test_what_was_removed_long_ago_takes_no_room():
-    queue = Queue(10)
-    for i in range(1000):
-        queue.push(request(i, [1]), now=float(i))
-        if i >= 5:
-            queue.remove(i - 5)
-            queue.first(8)
-    assert len(queue._heap) <= 20

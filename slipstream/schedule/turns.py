@@ -1,0 +1,68 @@
+"""Whose prompt is computed next, and how much of it in a step."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slipstream.schedule.queue import AGEING
+
+
+class Prompt(NamedTuple):
+    """A prompt that is under way, or one that waits (`slot` -1) to be compared with those."""
+
+    slot: int
+    id: int  # of its request
+    left: int  # tokens that are still to be computed
+    order: tuple[float, int]  # its place in the queue it came from, in seconds; then its number
+    priority: int  # a smaller one is more urgent
+
+
+class Turns:
+    """The prompts under way in the order in which they are computed.
+
+    The first goes on to its end unless more urgent work comes. A prompt's turn is as long after its arrival as the rest of it
+    takes, half a level of priority at most: of those that came together the shortest is next, and none waits for what arrives
+    when it could have ended. Prompts as urgent as the first that have less than half as much left overtake it with half of the
+    room, the shortest first: they need not wait for it, while of two about equally long ones both would only end later, were
+    they to share.
+    """
+
+    def __init__(self, prompts: list[Prompt], begun: int, cost: Callable[[float], float]):
+        """`begun`: the request that was the first until now. `cost(c)`: seconds of a token with c tokens before it."""
+        self._begun = begun
+        self._cost = cost
+        self._in_turn = sorted(prompts, key=self._turn)
+        self.first = self._in_turn[0] if prompts else None
+        self._overtaking = sorted((p for p in self._in_turn if self._overtakes(p)), key=lambda p: p.left)
+
+    def _turn(self, prompt: Prompt) -> tuple[float, int]:
+        second, number = prompt.order
+        if prompt.id != self._begun:
+            second += min(prompt.left * self._cost(prompt.left / 2), AGEING / 2)
+        return second, number
+
+    def _overtakes(self, prompt: Prompt) -> bool:
+        return self.first is not None and 2 * prompt.left < self.first.left and prompt.priority <= self.first.priority
+
+    def _place(self, prompt: Prompt) -> tuple[int, tuple[float, int]]:
+        if prompt == self.first:
+            return 0, (0, 0)
+        return (1, (prompt.left, 0)) if self._overtakes(prompt) else (2, self._turn(prompt))
+
+    def goes_before(self, slot: int, waiting: Prompt) -> bool:
+        """Whether the prompt under way in `slot` is computed before the waiting one would be, were that to join."""
+        under_way = next(p for p in self._in_turn if p.slot == slot)
+        return self._place(under_way) <= self._place(waiting)
+
+    def cut(self, room: int) -> dict[int, int]:
+        """How many tokens each slot gets of `room`, in the order in which their chunks stand in the step."""
+        counts: dict[int, int] = {}
+        if self.first is not None and self._overtaking:
+            counts[self.first.slot] = min(self.first.left, room - room // 2)
+            room -= counts[self.first.slot]
+        for prompt in (*self._overtaking, *self._in_turn):
+            if room <= 0:
+                break
+            had = counts.get(prompt.slot, 0)
+            counts[prompt.slot] = had + min(prompt.left - had, room)
+            room -= counts[prompt.slot] - had
+        return counts
