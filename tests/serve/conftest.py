@@ -1,6 +1,7 @@
 """A front end on a real socket, in a thread, with a scripted leader behind it."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 
@@ -25,7 +26,7 @@ class Running:
         self.script = Script([*b"hello", EOS])
         self.limits = (max_len, pages)
         self.incarnation = 0
-        self.leader = FakeLeader(lambda request: self.script_for(request))
+        self.leader = self._new_leader()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self._ready = threading.Event()
@@ -37,6 +38,23 @@ class Running:
 
     def script_for(self, request):
         return self.script(request) if callable(self.script) else self.script
+
+    def _new_leader(self) -> FakeLeader:
+        return FakeLeader(lambda request: self.script_for(request), settle=self._settle)
+
+    def _settle(self) -> None:
+        """Ten turns of the loop: reading, waking the answer, building its event and writing it take a turn each."""
+        done = threading.Event()
+
+        def turn(left: int) -> None:
+            if left:
+                self.loop.call_soon(turn, left - 1)
+            else:
+                done.set()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nobody to wait for
+            self.loop.call_soon_threadsafe(turn, 10)
+            done.wait(5)
 
     async def _main(self, attach: bool) -> None:
         self.loop = asyncio.get_running_loop()
@@ -53,8 +71,8 @@ class Running:
 
     def restart_leader(self) -> None:
         self.incarnation += 1
-        self.leader = FakeLeader(lambda request: self.script_for(request))
-        asyncio.run_coroutine_threadsafe(self._attach(), self.loop).result(5)
+        self.leader = self._new_leader()
+        asyncio.run_coroutine_threadsafe(self._attach(), self.loop).result(30)
 
     def call(self, fn, *args) -> None:
         """Runs fn on the front end's loop."""
@@ -62,7 +80,7 @@ class Running:
         async def run():
             return fn(*args)
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
     def down(self, reason: str) -> None:
         self.call(self.front.engine.down, Down(0, self.incarnation, reason, 3.0))

@@ -102,6 +102,7 @@ class FakeLeader:
 
     answer: Callable[[Request], Script]
     step: float = 0.0005  # seconds
+    settle: Callable[[], None] = lambda: None  # returns when the front end has written what it was sent
     requests: list[Request] = field(default_factory=list)
     aborts: list[Abort] = field(default_factory=list)
 
@@ -138,6 +139,7 @@ class FakeLeader:
                     return
                 self._take(data)
             if busy:
+                self.settle()  # or a busy machine would make one event of two steps
                 try:
                     self._step()
                 except OSError:
@@ -218,7 +220,7 @@ def logprobs_of(token: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(-token / 1000, 1, top, [-t / 1000 for t in top])
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
