@@ -164,6 +164,8 @@ class Planner:
 
     def _admit(self, plan: Plan, room: int) -> None:
         """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
+        if not len(self.queue):
+            return
         replica = self.replica
         left = [prompt.left for prompt in self._prompts()]
         tokens, long = sum(left), sum(n > self.short for n in left)
