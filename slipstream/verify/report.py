@@ -60,6 +60,8 @@ def check(reduced: bool, only: str | None) -> int:
             print(f"exploring {p.name} with {size} ranks", file=sys.stderr, flush=True)
             rows.append(explore_all(p, size, cases(reduced or size > 2)))
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a file is not cut at a terminal's edge
     console.print(table_of(rows))
     requests = max(len(c.requests) for c in cases(reduced))
     entries = max(r.entries for r in rows)
