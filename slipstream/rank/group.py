@@ -74,6 +74,7 @@ class Group:
     refused: bool = False  # the failure is a mistake of the configuration
     members: list[Member] = field(default_factory=list)
     begin: Begin | None = None
+    started_ns: int = 0  # of the monotonic clock, this incarnation
 
     # --- start
 
@@ -81,6 +82,7 @@ class Group:
         """Starts a new incarnation's processes; `on_message` and `check` take it from there."""
         spec = self.spec
         self.incarnation += 1
+        self.started_ns = time.monotonic_ns()
         self.state, self.failure, self.refused, self.begin = State.STARTING, None, False, None
         shared = os.memfd_create("slipstream-sums", os.MFD_CLOEXEC)
         os.ftruncate(shared, 4096 + 2 * spec.size * SUM_BYTES)
@@ -222,11 +224,15 @@ class Group:
         self.members = []
 
     def record(self, folder: pathlib.Path) -> pathlib.Path | None:
-        """Writes every rank's flight record (words and latest spans) as JSON; returns the file."""
+        """Writes every rank's flight record (words and latest spans) as JSON; returns the file.
+
+        The board still has spans of the incarnation before, which counted its entries from 0 too: these are left out.
+        """
         ranks = []
         for rank in range(self.spec.size):
             block = self.spec.first_block + rank
-            spans = [flight_of(span) for span in self.board.spans(block, SPANS_KEPT)[-2000:]]
+            spans = self.board.spans(block, SPANS_KEPT)
+            spans = [flight_of(span) for span in spans[spans["start"] >= self.started_ns][-2000:]]
             ranks.append({**vars(self.board.state(block)), "spans": spans})
         file = folder / f"flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-g{self.spec.index}-i{self.incarnation}.json"
         try:

@@ -1,5 +1,6 @@
 """The supervisor's verdicts: who is blamed when ranks stand still, and what a group agrees on before it begins."""
 
+import json
 import os
 import time
 from types import SimpleNamespace
@@ -147,3 +148,18 @@ def test_asked_once_it_drains_asked_twice_it_hurries_and_asked_a_third_time_it_w
         supervisor.stop()
         supervisor._on("stop", None)
         assert (sent, supervisor.code) == (told, code)
+
+
+def test_a_flight_record_has_no_spans_of_the_incarnation_before(group: Group, tmp_path):
+    """Both counted their entries from 0: together they would tell another story."""
+    now = time.monotonic_ns()
+    old = group.board.writer(1)
+    for entry in (7, 8):
+        old.span(1, now - 2 * SECOND, now - SECOND, entry, 0xABC)
+    group.board.clear(1)
+    group.started_ns = now
+    group.board.writer(1).span(1, now + 1, now + 2, 7, 0xDEF)
+    file = group.record(tmp_path)
+    assert file is not None
+    spans = json.loads(file.read_text())["ranks"][1]["spans"]
+    assert [(s["entry"], s["digest"]) for s in spans] == [(7, f"{0xDEF:016x}")]
