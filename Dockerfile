@@ -1,9 +1,9 @@
-# CPU image. Build:  docker build -t slipstream --build-arg TORCH_INDEX=URL .   (an index with CPU builds of PyTorch)
-# Run:    docker run -p 127.0.0.1:8000:8000 -e SLIPSTREAM_API_KEY=... -v slipstream-models:/models slipstream
+# CPU image. Build:  docker build -t slipstream:0.1.0 --build-arg TORCH_INDEX=URL .   (an index with CPU builds of PyTorch)
+# Run:    docker run -p 127.0.0.1:8000:8000 -e SLIPSTREAM_API_KEY=... -v slipstream-models:/models slipstream:0.1.0
 FROM python:3.11-slim
 
 ARG TORCH_INDEX=
-ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 SLIPSTREAM_CACHE=/models
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 SLIPSTREAM_CACHE=/models HF_HOME=/models/huggingface
 
 WORKDIR /app
 COPY pyproject.toml constraints-cpu.txt README.md LICENSE ./

@@ -17,7 +17,7 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 PIP_FLAGS := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
-.PHONY: help install dev serve test matrix verify lint bench clean bench-host
+.PHONY: help install dev serve test test-gpu matrix verify lint bench bench-host bench-gpu clean
 
 help:
 	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
 	@echo "make bench-host    what a step costs the host, without a GPU"
+	@echo "make test-gpu, bench-gpu    where GPUs are: their tests; the dense table, into docs/benchmarks.md"
 	@echo "make clean    remove .venv and caches (fetched models stay)"
 
 $(VENV)/bin/python:

@@ -42,11 +42,17 @@ def option(
 class EngineConfig:
     """What decides how a model is loaded and run; the same on every rank."""
 
-    model: str = option("smollm2-135m", "model: a name of `slipstream pull`, a folder, a .gguf file or a Hugging Face id")
+    model: str = option(
+        "smollm2-135m", "model: a name of `slipstream pull`, a folder, a .gguf file, a Hugging Face id, or a placement's .yaml"
+    )
     tokenizer: str | None = option(None, "tokenizer folder or Hugging Face id, when it is not the model's own")
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
     dtype: str = option("auto", "weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
-    device: str = option("auto", "what runs the model", choices=("auto", "cpu", "cuda", "sim"))
+    device: str = option(
+        "auto",
+        "what runs the model; sim: nothing does, tokens by hash after --sim-step-us",
+        choices=("auto", "cpu", "cuda", "sim"),
+    )
     load_format: str = option(
         "auto", "dummy: random weights from config.json alone", choices=("auto", "safetensors", "gguf", "dummy")
     )
@@ -62,7 +68,9 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that a rank may take", above=0, most=1)
     enforce_eager: bool = option(False, "run CUDA steps without captured graphs (slow)")
     kv_offload_memory_bytes: int | None = option(
-        None, "host memory per rank for pages of preempted requests (default: a quarter of the cache; 0: recompute)", least=0
+        None,
+        "host memory per rank for preempted requests (default: a quarter of the cache on CPU, none on CUDA; 0: recompute)",
+        least=0,
     )
     seed: int = option(0, "seed of dummy weights; request seeds are the request's own", least=0)
     scheduling: str = option("async", "async plans the next step while one runs; serial waits", choices=("async", "serial"))
@@ -70,7 +78,7 @@ class EngineConfig:
     tensor_parallel_size: int = option(1, "ranks that share each layer", flags=("-tp",), least=1)
     step_timeout: float = option(30.0, "seconds without progress after which a rank counts as hung", above=0)
     target_itl_ms: float | None = option(
-        None, "longest wait between two tokens of a stream to aim for, in ms (default: 16 on CUDA, 100 on CPU)", above=0
+        None, "longest wait between two tokens of a stream to aim for, in ms (default: 100 on CPU, else 16)", above=0
     )
     max_queue: int = option(4096, "requests that may wait; more get HTTP 429", least=1)
     sim_step_us: float = option(3000.0, "--device sim: microseconds a step takes", least=0)
@@ -85,7 +93,7 @@ class ServerConfig:
     port: int = option(8000, "port to bind; 0 takes a free one", least=0, most=65535)
     uds: str | None = option(None, "bind this Unix socket instead of host and port")
     served_model_name: str | None = option(None, "the name clients use (default: the model's)")
-    api_key: str | None = option(None, "clients must send this key, except to /health", secret=True)
+    api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
     api_server_count: int = option(1, "front-end processes that share the address", least=1, most=64)
     drain_timeout: float = option(20.0, "seconds that SIGTERM leaves running requests", least=0)
     tool_call_parser: str = option(

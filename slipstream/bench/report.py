@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 
 def table(title: str, figures: dict[str, typing.Any]) -> None:
     """Prints one row a figure to stdout; errors are red, their reasons and a note follow."""
-    from rich.console import Console
     from rich.table import Table
+
+    from slipstream.terminal import console as new_console
 
     out = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in figures.items():
         if name not in ("error_reasons", "note"):
             style = "bold red" if name in ("errors", "wrong") and value else None
             out.add_row(*label(name), shown(value), style=style)
-    console = Console()
+    console = new_console()
     console.print(out)
     if "note" in figures:
         console.print(f"  {figures['note']}", style="yellow", markup=False, highlight=False)

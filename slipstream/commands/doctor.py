@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.commands import env
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, SlipstreamError
 
 GOOD, POOR, BAD = "ok", "slow", "broken"
 STYLES = {GOOD: "green", POOR: "yellow", BAD: "bold red"}
@@ -33,15 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when nothing is broken."""
-    from rich.console import Console
     from rich.table import Table
+
+    from slipstream.terminal import console
 
     table = Table("", "", "found", "what to do", box=None, padding=(0, 2, 0, 0), show_header=False)
     broken = False
     for f in examine(args.model, args.port):
         broken |= f.state == BAD
         table.add_row(f"[{STYLES[f.state]}]{f.state}[/]", f.what, f.found, f.advice)
-    Console().print(table)
+    console().print(table)
     return int(broken)
 
 
@@ -115,13 +116,15 @@ def open_files() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """Slipstream's own memory is anonymous and not bounded by /dev/shm, but NCCL's is not."""
+    """Slipstream's own memory is anonymous and not bounded by /dev/shm; what PyTorch shares between processes may be."""
     try:
         free = shutil.disk_usage("/dev/shm").free / 2**20
     except OSError:
-        return Finding("/dev/shm", POOR, "not there", "NCCL on several GPUs needs it; mount a tmpfs")
+        return Finding("/dev/shm", POOR, "not there", "other libraries on several GPUs may need it; mount a tmpfs")
     if free < 64:
-        return Finding("/dev/shm", POOR, f"{free:.0f} MiB free", "NCCL on several GPUs needs more: docker run --shm-size 1g")
+        return Finding(
+            "/dev/shm", POOR, f"{free:.0f} MiB free", "other libraries on several GPUs may need more: docker run --shm-size 1g"
+        )
     return Finding("/dev/shm", GOOD, f"{free:.0f} MiB free")
 
 
@@ -161,17 +164,22 @@ def topology() -> Finding:
 
 
 def model_files(model: str) -> Finding:
+    from slipstream.graph.known import is_composite
+    from slipstream.graph.placement import weights_of
     from slipstream.weights.packages import PACKAGES
     from slipstream.weights.pull import resolve_model
 
-    path = pathlib.Path(model)
-    if model not in PACKAGES and not path.exists():
+    try:
+        names = weights_of(model) if is_composite(model) else [model]
+    except SlipstreamError as e:
+        return Finding("model", BAD, str(e), "slipstream plan FILE.yaml tells what a placement needs")
+    if model not in PACKAGES and not is_composite(model) and not pathlib.Path(model).exists():
         return Finding("model", GOOD, f"{model} is looked up on the Hugging Face hub at start")
     try:
-        found = resolve_model(model, verify=True)
+        found = ", ".join(str(resolve_model(name, verify=True)) for name in names)
     except ModelError as e:
         return Finding("model", BAD, str(e), f"slipstream pull {model}")
-    return Finding("model", GOOD, str(found))
+    return Finding("model", GOOD, found)
 
 
 def port_free(port: int) -> Finding:

@@ -13,10 +13,12 @@ from slipstream import __version__
 
 REQUIRED = (
     "torch", "numpy", "msgspec", "transformers", "tokenizers", "jinja2", "safetensors", "gguf", "huggingface_hub",
-    "starlette", "uvicorn", "httptools", "soundfile", "prometheus_client", "rich", "pyyaml",
+    "starlette", "uvicorn", "httptools", "soundfile", "prometheus_client", "rich", "llguidance", "pyyaml", "pyzmq",
 )  # fmt: skip
 OPTIONAL = (
-    ("matplotlib", "pictures of `slipstream bench --plot`", "pip install matplotlib"),
+    ("matplotlib", "pictures of `slipstream bench --plot` and `trace`", "pip install matplotlib"),
+    ("hibari-tts", "`slipstream serve voice`", "pip install 'slipstream[voice]'"),
+    ("opentelemetry-sdk", "--otlp-traces-endpoint", "pip install 'slipstream[otel]'"),
     ("triton", "kernels on CUDA", "comes with PyTorch's CUDA builds: pip install torch"),
 )
 
@@ -94,8 +96,9 @@ def _cuda() -> dict[str, typing.Any]:
 
 
 def _print(facts: dict[str, typing.Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from slipstream.terminal import console
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     cpu, cuda = facts["cpu"], facts["cuda"]
@@ -114,4 +117,4 @@ def _print(facts: dict[str, typing.Any]) -> None:
         how = facts["missing"].get(name) or facts["optional"].get(name, {}).get("get")
         use = facts["optional"].get(name, {}).get("for")
         table.add_row(name, version or f"[bold]missing[/bold]{f' (for {use})' if use else ''}: {how}")
-    Console().print(table)
+    console().print(table)

@@ -1,16 +1,21 @@
-"""`slipstream pull`: fetches a model into the cache, or checks what lies there."""
+"""`slipstream pull`: fetches a model, or all that a composite one is made of, or checks what lies in the cache."""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a model's name (smollm2-135m), or a Hugging Face id")
+    parser.add_argument(
+        "model", help="a model's name (smollm2-135m, whisper-tiny.en), a Hugging Face id, voice, or a placement's .yaml"
+    )
     parser.add_argument("--verify", action="store_true", help="read the cached files again and compare their hashes")
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.graph.known import is_composite
+    from slipstream.graph.placement import weights_of
     from slipstream.weights.pull import resolve_model
 
-    path = resolve_model(args.model, verify=args.verify)
-    print(path)
+    names = weights_of(args.model) if is_composite(args.model) else [args.model]
+    for name in names:
+        print(resolve_model(name, verify=args.verify))
     return 0

@@ -54,9 +54,9 @@ def _one(seed: int, whole: bool) -> int:
 
 
 def _simulate(first: int, last: int, jobs: int) -> int:
-    from rich.console import Console
     from rich.table import Table
 
+    from slipstream.terminal import console
     from slipstream.verify.simulate import Total, run_seeds
 
     total = Total()
@@ -74,7 +74,7 @@ def _simulate(first: int, last: int, jobs: int) -> int:
     table.add_row("preemptions", str(total.preemptions))
     table.add_row("ranks", ", ".join(f"{n} runs of {size}" for size, n in sorted(total.sizes.items())))
     table.add_row("seconds", f"{total.seconds:.1f}")
-    Console().print(table)
+    console().print(table)
     if total.failures:
         _one(total.failures[0].seed, False)
     return 1 if total.failures else 0

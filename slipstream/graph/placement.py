@@ -71,6 +71,12 @@ def load(name: str) -> tuple[Placement, Model]:
     return placement, model
 
 
+def weights_of(name: str) -> list[str]:
+    """What the components of a known name or a YAML file load: names of models, folders or files."""
+    placement, _ = load(name)
+    return list(dict.fromkeys(s["weights"] for s in placement.settings.values() if "weights" in s))
+
+
 def resolve(reference: str) -> Any:
     """The object that "package.module:NAME" names."""
     module, _, name = reference.partition(":")

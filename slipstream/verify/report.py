@@ -4,10 +4,10 @@ import sys
 import time
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from slipstream.errors import ConfigError
+from slipstream.terminal import console
 from slipstream.verify.cases import Case, cases
 from slipstream.verify.explore import Found, explore
 from slipstream.verify.model import Model
@@ -59,14 +59,12 @@ def check(reduced: bool, only: str | None) -> int:
         for size in sizes:
             print(f"exploring {p.name} with {size} ranks", file=sys.stderr, flush=True)
             rows.append(explore_all(p, size, cases(reduced or size > 2)))
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a file is not cut at a terminal's edge
-    console.print(table_of(rows))
+    out = console()
+    out.print(table_of(rows))
     requests = max(len(c.requests) for c in cases(reduced))
     entries = max(r.entries for r in rows)
     merged = "more: followers that differ only in name are one, and their own steps are merged"
-    console.print(f"Bounds: {requests} requests and {entries} entries at most. Two ranks: every interleaving; {merged}.")
+    out.print(f"Bounds: {requests} requests and {entries} entries at most. Two ranks: every interleaving; {merged}.")
     for p in chosen:
         row = next((r for r in rows if r.protocol is p and r.failed is not None), None)
         if row is not None and row.failed is not None:

@@ -9,7 +9,13 @@ from slipstream.errors import ConfigError
 from slipstream.graph import draw
 from slipstream.graph.known import KNOWN, is_composite
 from slipstream.graph.launch import worker_groups
-from slipstream.graph.placement import load
+from slipstream.graph.placement import load, weights_of
+from slipstream.weights.packages import PACKAGES
+
+
+def test_what_a_composite_model_loads_is_known_by_name_for_pull_and_doctor():
+    assert weights_of("voice") == ["whisper-tiny.en", "smollm2-135m"]
+    assert set(weights_of("voice")) <= set(PACKAGES)
 
 
 def test_the_known_model_is_placed_and_every_name_is_told_apart():

@@ -61,6 +61,13 @@ def test_fields_become_the_grammar_of_the_request(front, route, body, good, bad)
     assert accepts(grammar, good) and not accepts(grammar, bad)
 
 
+def test_a_refused_one_of_says_what_a_client_can_do(front):
+    overlapping = {"oneOf": [{"type": "integer"}, {"type": "integer", "minimum": 3}]}
+    said = front.chat(**response_format(overlapping)).json()["error"]["message"]
+    assert "anyOf" in said and "strict: false" in said and "coerce" not in said
+    assert front.chat(**response_format(overlapping, strict=False)).status_code == 200
+
+
 def test_text_and_no_format_bind_nothing(front):
     assert front.chat(response_format={"type": "text"}).status_code == 200
     assert front.chat().status_code == 200

@@ -1,0 +1,15 @@
+"""Where tables go."""
+
+import os
+
+from rich.console import Console
+
+FILE_WIDTH = 160  # columns where there is no terminal: a log or a report is not cut at the edge of one
+
+
+def console() -> Console:
+    """Standard output, as wide as the terminal or as `FILE_WIDTH` (COLUMNS says otherwise)."""
+    out = Console()
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = FILE_WIDTH
+    return out
