@@ -74,6 +74,24 @@ def test_serve_imports_neither_torch_nor_the_http_stack():
     assert out.stdout.strip() == "[]", out.stderr
 
 
+def test_a_simulated_rank_imports_no_torch():
+    """Each start of one would cost two seconds of a core."""
+    code = """if True:
+        import sys
+        from slipstream import config
+        from slipstream.device.select import build_executor
+        from slipstream.rank.board import Board
+        from slipstream.rank.worker import open_matchers
+
+        engine = config.EngineConfig(device="sim")
+        build_executor(engine, sys.argv[1], 0, 1, -1, Board.create(1).writer(0))
+        open_matchers(engine, sys.argv[1])
+        print([m for m in ("torch", "transformers") if m in sys.modules])"""
+    model = str(ROOT / "tests" / "data" / "tiny")
+    out = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert out.stdout.strip() == "[]", out.stderr
+
+
 def test_the_key_is_taken_out_of_the_arguments():
     assert cli.strip_key(["serve", "--api-key", "k", "--port", "1"]) == (["serve", "--port", "1"], "k")
     assert cli.strip_key(["--api-key=a=b", "x", "--api-key", "c"]) == (["x"], "c")

@@ -19,6 +19,7 @@ import numpy as np
 
 from slipstream.config import EngineConfig
 from slipstream.log.grammar import MakeMatcher
+from slipstream.weights.config import load_config
 from slipstream.weights.tokenizer import Tokenizer, load_tokenizer
 
 NO_END = "the model has no end token, so an answer could not end where its grammar does"
@@ -209,7 +210,5 @@ def open_maker(config: EngineConfig, model_path: str) -> MakeMatcher:
 
 def logits_width(model_path: str) -> int | None:
     """The model's own count of tokens, which may exceed its tokenizer's; None where its config does not say."""
-    from slipstream.weights.checkpoint import load_config  # imports torch, which a rank has and the front end has not
-
     config = load_config(model_path)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

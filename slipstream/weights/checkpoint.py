@@ -10,11 +10,9 @@ from typing import Protocol
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.weights.config import load_config
 from slipstream.weights.dummy import DummyCheckpoint
 from slipstream.weights.gguf_checkpoint import GGUFCheckpoint
-from slipstream.weights.gguf_config import hf_config
-from slipstream.weights.gguf_file import GGUFFile
-from slipstream.weights.parts import normalize_config, read_config
 from slipstream.weights.safetensors_folder import SafetensorsCheckpoint
 
 
@@ -58,12 +56,6 @@ class Checkpoint(Protocol):
         or of another shape.
         """
         ...
-
-
-def load_config(path: str | pathlib.Path) -> dict:
-    """The config alone, of a folder, a config.json or a GGUF file."""
-    path = pathlib.Path(path)
-    return normalize_config(hf_config(GGUFFile(path))) if path.suffix == ".gguf" else read_config(path)
 
 
 def open_checkpoint(path: str | pathlib.Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from slipstream.errors import ModelError
-from slipstream.weights.checkpoint import load_config, open_checkpoint
+from slipstream.weights.checkpoint import open_checkpoint
+from slipstream.weights.config import load_config
 from tests.helpers.checkpoints import tiny_llama, tiny_qwen3
 
 Q = "model.layers.1.self_attn.q_proj.weight"
