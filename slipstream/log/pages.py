@@ -5,27 +5,23 @@ recently used first). Requests release their pages last page first, so children 
 evicted first. Page 0 is the null page and never handed out. Everything here is a function of the calls alone.
 """
 
-from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 KEY_BYTES = 16
 
 
-def chain(tokens: bytes, block: int, salt: bytes = b"", parent: bytes = b"", first: int = 0) -> Iterator[bytes]:
-    """Chained content keys of the full pages of packed int32 `tokens`, from page `first` on, each hashed when it is asked for.
+def page_keys(tokens: bytes, block: int, salt: bytes = b"", parent: bytes = b"", first: int = 0) -> list[bytes]:
+    """Chained content keys of the full pages of packed int32 `tokens`, from page `first` on.
 
     A key covers the salt and all tokens up to the page's end. `parent` is the key of page first - 1.
     """
     size = 4 * block
+    keys: list[bytes] = []
     key = parent or blake2b(salt, digest_size=KEY_BYTES, person=b"slipstream.page").digest()
     for at in range(first * size, len(tokens) - size + 1, size):
         key = blake2b(key + tokens[at : at + size], digest_size=KEY_BYTES).digest()
-        yield key
-
-
-def page_keys(tokens: bytes, block: int, salt: bytes = b"", parent: bytes = b"", first: int = 0) -> list[bytes]:
-    """All of `chain`."""
-    return list(chain(tokens, block, salt, parent, first))
+        keys.append(key)
+    return keys
 
 
 class Pages:
@@ -76,7 +72,7 @@ class Pages:
             else:
                 self.free.append(page)
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
+    def find(self, keys: list[bytes]) -> list[int]:
         """Pages of the longest indexed prefix of `keys`."""
         found: list[int] = []
         for key in keys:

@@ -10,7 +10,7 @@ import numpy as np
 from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
 from slipstream.log.entries import Step
 from slipstream.log.grammar import Matcher
-from slipstream.log.pages import chain, page_keys
+from slipstream.log.pages import page_keys
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled, settle
 from slipstream.log.state import FREE, I32, PREEMPTED, RUNNING, Flight, ReplicaState
@@ -142,11 +142,6 @@ class Replica(ReplicaState):
     def prompt_keys(self, request: Request) -> list[bytes]:
         """Content keys of the prompt's full pages; none where pages cannot be found again."""
         return page_keys(request.prompt, self.limits.block, request.salt) if self.limits.caching else []
-
-    def pages_of(self, request: Request) -> int:
-        """How many of the prompt's pages are in the cache, one behind the other. Hashes one more than these."""
-        limits = self.limits
-        return len(self.pages.find(chain(request.prompt, limits.block, request.salt))) if limits.caching else 0
 
     def masked(self, batch: Batch) -> bool:
         """Whether a sampling row of the batch is bound by a grammar."""

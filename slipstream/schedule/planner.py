@@ -24,9 +24,8 @@ LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
 SHORT = 1024  # tokens to compute of a prompt that need not wait for long ones
 LONG_UNDER_WAY = 8  # long prompts that are computed at a time, where a step has no room for all; with short ones twice as many
-HASHED = (
-    256  # pages, about, that a look hashes to see whether the cache makes long prompts short: a burst must not stop the loop
-)
+HASHED = 2048  # pages of prompts after which a plan hashes no other prompt: a burst must not stop the loop
+ASKED = 64  # waiting long prompts that a look asks whether the cache has made them short
 
 
 @dataclass
@@ -74,7 +73,8 @@ class Planner:
         self.short = SHORT
         self.long_under_way = LONG_UNDER_WAY
         self._last = Share(0, [], -1, 0.0)  # of the last step that had prompts
-        self._turns: Turns | None = None  # of the prompts under way; None: somebody has joined since
+        self._turns: Turns | None = None  # of this plan; None: somebody has joined since
+        self._hashed = 0  # pages, by this plan
         self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
 
     # --- what comes in
@@ -86,6 +86,7 @@ class Planner:
     def reopen(self) -> None:
         """Something has changed for those that could not be admitted, beside more pages or slots."""
         self._full_at = None
+        self.queue.ask_all()
 
     def abort(self, id: int, kept: int) -> bool:
         """Marks a request as gone. True when it was only waiting: then nothing of it is in the log."""
@@ -101,6 +102,7 @@ class Planner:
     def plan(self, depth: int) -> Plan:
         """The next entry. `depth`: steps in flight that are not settled."""
         plan = Plan()
+        self._hashed = 0
         self._drop(plan)
         decoding = self._decode_rows()
         self._return_preempted(plan)
@@ -112,6 +114,8 @@ class Planner:
             share = self._share(decoding)
         if share.rows:
             self._last = share
+            if any(start + count == self.replica.target[slot] for slot, start, count in share.rows):
+                self.reopen()  # who begins alike needs fewer pages now
         if len(decoding) or share.rows:
             plan.step = self._step(decoding, share.rows, depth)
         return plan
@@ -167,8 +171,8 @@ class Planner:
         if not len(self.queue):
             return
         replica = self.replica
-        left = [prompt.left for prompt in self._prompts()]
-        tokens, long = sum(left), sum(n > self.short for n in left)
+        turns = self._new_turns()
+        tokens, long = turns.left, turns.longer_than(self.short)
         joined = 0
         while len(self.queue) and replica.free_slots and joined < 2 * self.budget.cap:
             at = (replica.pages.available, len(replica.free_slots))
@@ -202,63 +206,69 @@ class Planner:
     def _choose(self, crowded: bool) -> Waiting | None:
         """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
 
-        Who was preempted goes before all that come after it. `crowded`: only short prompts may join.
+        The head is the first that was looked at and does not fit. Who was preempted goes before all that come after it.
+        `crowded`: only short prompts may join.
         """
         last = self.order[self.preempted[0]] if self.preempted else None
         head: Waiting | None = None
-        for_pages = not crowded  # whether everybody who was looked at waits for pages
+        for_pages = not crowded  # whether everybody waits for pages alone
         for waiting in self._candidates(crowded):
-            keys = self._keys(waiting)
+            if waiting.keys is None and self._hashed >= HASHED:
+                for_pages = False
+                break
             if (last is not None and waiting.order > last) or self._computed_soon(waiting):
                 for_pages = False
-            elif self._fits(waiting.request, waiting.request.prompt_len, keys):
+                continue
+            if self._fits(waiting.request, waiting.request.prompt_len, self._keys(waiting)):
                 if head is not None:
                     head.passed += 1
                 return waiting
-            elif head is None:
-                head = waiting
-                if head.passed >= BYPASSES:
-                    break
-        if for_pages:
+            head = head or waiting
+            if head.passed >= BYPASSES:
+                break
+        if for_pages and not self.queue.unasked:
             self._full_at = (self.replica.pages.available, len(self.replica.free_slots))
         return None
 
     def _candidates(self, crowded: bool) -> Iterator[Waiting]:
-        """Who is looked at: the first in the queue, unless `crowded`; then short ones, as urgent as the very first."""
+        """Who is looked at: the first in the queue, unless `crowded`; then short ones, as urgent as the very first.
+
+        Before these are looked at, some long prompts are asked whether they have become short, and short ones whether they
+        still are.
+        """
         queue = self.queue
         first = queue.first(LOOKAHEAD)
         if not crowded:
             yield from first
-        self._sort()
+        for _ in range(ASKED):
+            asked = queue.next_long() if queue.unasked and self._hashed < HASHED else None
+            if asked is None:
+                break
+            queue.set_short(asked, self._is_short(asked))
         for waiting in queue.first(LOOKAHEAD, short=True):
-            if waiting.request.priority > first[0].request.priority or (waiting in first and not crowded):
-                continue
-            if waiting.request.prompt_len > self.short and self._missing(waiting) > self.short:
-                queue.set_short(waiting, False)  # its pages were evicted
-                continue
-            yield waiting
+            if not self._is_short(waiting):
+                queue.set_short(waiting, False)
+            elif waiting.request.priority <= first[0].request.priority and (crowded or waiting not in first):
+                yield waiting
 
-    def _sort(self) -> None:
-        """Finds out which of the long prompts are short by what the cache lacks of them, as the next turn of a chat is."""
-        hashed = 0
-        while hashed < HASHED and (waiting := self.queue.next_unsorted()) is not None:
-            request = waiting.request
-            if request.sampling.prompt_logprobs < 0:
-                pages = self.replica.pages_of(request)
-                hashed += pages + 1
-                self.queue.set_short(waiting, request.prompt_len - pages * self.replica.limits.block <= self.short)
+    def _is_short(self, waiting: Waiting) -> bool:
+        """Whether at most `short` tokens of the prompt have to be computed: the page before these is in the cache.
+
+        So the next turn of a chat is short. Pages before that one are evicted after it.
+        """
+        request = waiting.request
+        if request.prompt_len <= self.short:
+            return True
+        page = -(-(request.prompt_len - self.short) // self.replica.limits.block) - 1
+        keys = self._keys(waiting) if request.sampling.prompt_logprobs < 0 else []
+        return page < len(keys) and keys[page] in self.replica.pages.index
 
     def _keys(self, waiting: Waiting) -> list[bytes]:
-        """The content keys of its prompt's pages, hashed when it is first looked at: a burst must not stop the loop."""
+        """The content keys of its prompt's pages, hashed when it is first looked at."""
         if waiting.keys is None:
             waiting.keys = self.replica.prompt_keys(waiting.request)
+            self._hashed += len(waiting.keys)
         return waiting.keys
-
-    def _missing(self, waiting: Waiting) -> int:
-        """How many tokens of its prompt would have to be computed, were it to join now."""
-        length = waiting.request.prompt_len
-        waiting.missing = length - len(self._cached(waiting.request, length, self._keys(waiting))) * self.replica.limits.block
-        return waiting.missing
 
     def _cached(self, request: Request, known: int, keys: list[bytes]) -> list[int]:
         """The pages in the cache that it may read of its first `known` tokens, of which one is always computed."""
@@ -267,35 +277,41 @@ class Planner:
         return self.replica.pages.find(keys[: (known - 1) // self.replica.limits.block])
 
     def _computed_soon(self, waiting: Waiting) -> bool:
-        """Whether pages that this prompt misses are computed for another one, and before this one's turn would come.
+        """Whether pages that this prompt misses are computed for another one, before this one's turn would come.
 
         It waits for the last of them. Once found, asking again costs two look-ups.
         """
-        replica = self.replica
+        replica, request = self.replica, waiting.request
         if waiting.awaits is not None:
-            id, key = waiting.awaits
+            id, key, left = waiting.awaits
             slot = self.slot_of.get(id, -1)
-            if slot in replica.prefilling and key not in replica.pages.index and self._goes_before(slot, waiting):
+            if slot in replica.prefilling and key not in replica.pages.index and self._goes_before(slot, waiting, left):
                 return True
             waiting.awaits = None
-        keys = self._keys(waiting)[: (waiting.request.prompt_len - 1) // replica.limits.block]
-        if not keys or not replica.prefilling or waiting.request.sampling.prompt_logprobs >= 0:
+        if not replica.prefilling:
             return False
-        found = (waiting.request.prompt_len - self._missing(waiting)) // replica.limits.block
+        block = replica.limits.block
+        keys = self._keys(waiting)[: (request.prompt_len - 1) // block]
+        found = len(self._cached(request, request.prompt_len, keys))
+        if found == len(keys) or request.sampling.prompt_logprobs >= 0:
+            return False
         for slot in replica.prefilling:
-            own = replica.keys[slot][: int(replica.target[slot]) // replica.limits.block]
-            most = min(len(own), len(keys))
-            if found < most and own[found] == keys[found] and self._goes_before(slot, waiting):
+            own = replica.keys[slot]
+            most = min(int(replica.target[slot]) // block, len(own), len(keys))
+            if int(replica.launched[slot]) // block <= found < most and own[found] == keys[found]:
                 common = next((i for i in range(found, most) if own[i] != keys[i]), most)
-                waiting.awaits = (int(replica.ids[slot]), keys[common - 1])
-                return True
+                # what both have counts twice: were this one to go first, both would compute it
+                left = request.prompt_len + (common - 2 * found) * block
+                if self._goes_before(slot, waiting, left):
+                    waiting.awaits = (int(replica.ids[slot]), keys[common - 1], left)
+                    return True
         return False
 
-    def _goes_before(self, slot: int, waiting: Waiting) -> bool:
+    def _goes_before(self, slot: int, waiting: Waiting, left: int) -> bool:
+        """Whether the prompt under way in `slot` is computed before the waiting one would be, which has `left` tokens to go."""
         if self._turns is None:
-            self._turns = Turns(self._prompts(), self._last.first, self.budget.cost)
-        prompt = Prompt(-1, waiting.request.id, waiting.missing, waiting.order, waiting.request.priority)
-        return self._turns.goes_before(slot, prompt)
+            self._turns = self._new_turns()
+        return self._turns.goes_before(slot, Prompt(-1, waiting.request.id, left, waiting.order, waiting.request.priority))
 
     def _fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
         """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
@@ -311,19 +327,20 @@ class Planner:
         plan.commands.append(Admit(slot, request.id))
         return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
 
-    def _prompts(self) -> list[Prompt]:
-        """The prompts under way."""
+    def _new_turns(self) -> Turns:
+        """Of the prompts under way."""
         replica = self.replica
-        return [
+        prompts = [
             Prompt(
-                s,
-                int(replica.ids[s]),
-                int(replica.target[s] - replica.launched[s]),
-                self.order[s],
-                replica.requests[s].priority,
+                slot,
+                int(replica.ids[slot]),
+                int(replica.target[slot] - replica.launched[slot]),
+                self.order[slot],
+                replica.requests[slot].priority,
             )
-            for s in replica.prefilling
+            for slot in replica.prefilling
         ]
+        return Turns(prompts, self._last.first, self.budget.cost)
 
     # --- rows
 
@@ -376,11 +393,10 @@ class Planner:
         What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
         reach prompts of which the first cut saw nothing, so the second price can only lower it.
         """
-        prompts = self._prompts()
-        waiting = sum(prompt.left for prompt in prompts)
+        turns = self._turns = self._new_turns()
+        waiting = turns.left
         context = self._last.context
         room = self.budget.prompt_tokens(len(decoding), context, waiting)
-        turns = self._turns = Turns(prompts, self._last.first, self.budget.cost)
         rows = self._cut(turns, room)
         for again in (False, True):
             tokens = sum(count for _, _, count in rows)

@@ -23,10 +23,9 @@ class Waiting:
     request: Request
     order: tuple[float, int]
     short: bool  # whether it may pass long prompts
-    missing: int  # tokens of its prompt that were not in the cache when it was last looked at
     keys: list[bytes] | None = None  # content keys of its prompt's pages, once the planner has looked at it
     passed: int = 0  # how often a later one was admitted before it
-    awaits: tuple[int, bytes] | None = None  # (request that computes a common beginning, key of its last page)
+    awaits: tuple[int, bytes, int] | None = None  # (who computes a common beginning, key of its last page, own tokens to go)
 
 
 @dataclass
@@ -40,21 +39,22 @@ class Queue:
     limit: int
     _heaps: tuple[list[Item], list[Item]] = field(default_factory=lambda: ([], []))  # long, short
     _by_id: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
-    _unsorted: deque[int] = field(default_factory=deque[int])  # long ones that may be short by what the cache lacks
+    _long: deque[int] = field(default_factory=deque[int])  # ids; the next to be asked whether it is short stands first
+    unasked: int = 0  # how many of these were not asked since `ask_all`
     _ticket: "itertools.count[int]" = field(default_factory=lambda: itertools.count())
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def push(self, request: Request, now: float, short: bool = False) -> Waiting:
-        waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)), short, request.prompt_len)
+        waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)), short)
         self._by_id[request.id] = waiting
-        if not short:
-            self._unsorted.append(request.id)
         self._add(waiting)
         return waiting
 
     def _add(self, waiting: Waiting) -> None:
+        if not waiting.short:
+            self._long.append(waiting.request.id)
         heapq.heappush(self._heaps[waiting.short], (waiting.order, waiting.request.id))
 
     def _is_here(self, item: Item, short: bool) -> bool:
@@ -69,16 +69,23 @@ class Queue:
             if len(heap) > most:
                 heap[:] = [item for item in heap if self._is_here(item, bool(short))]
                 heapq.heapify(heap)
-        if len(self._unsorted) > most:
-            self._unsorted = deque(id for id in self._unsorted if id in self._by_id)
+        if len(self._long) > most:
+            self._long = deque(dict.fromkeys(id for id in self._long if id in self._by_id))
         return waiting
 
-    def next_unsorted(self) -> Waiting | None:
-        """The first request that came as long and was not given out here before."""
-        while self._unsorted:
-            waiting = self._by_id.get(self._unsorted.popleft())
-            if waiting is not None:
+    def ask_all(self) -> None:
+        """From now on every long prompt is to be asked again whether it is short."""
+        self.unasked = len(self._long)
+
+    def next_long(self) -> Waiting | None:
+        """A long prompt; all are given out in turn, again and again. None: there is none."""
+        while self._long:
+            waiting = self._by_id.get(self._long.popleft())
+            self.unasked = max(0, self.unasked - 1)
+            if waiting is not None and not waiting.short:
+                self._long.append(waiting.request.id)
                 return waiting
+        self.unasked = 0
         return None
 
     def set_short(self, waiting: Waiting, short: bool) -> None:
@@ -111,10 +118,11 @@ class Queue:
 
     def state(self) -> tuple[object, ...]:
         """A hashable value that two queues share of which the planner would do the same, clocks apart."""
-        waiting = ((w.request.id, w.short, w.missing, w.passed, w.awaits) for w in self.all())
-        return tuple(waiting), tuple(self._unsorted)
+        return tuple((w.request.id, w.short, w.passed, w.awaits) for w in self.all()), tuple(self._long), self.unasked
 
     def copy(self) -> "Queue":
-        other = Queue(self.limit, (self._heaps[0].copy(), self._heaps[1].copy()), {}, self._unsorted.copy(), self._ticket)
+        other = Queue(
+            self.limit, (self._heaps[0].copy(), self._heaps[1].copy()), {}, self._long.copy(), self.unasked, self._ticket
+        )
         other._by_id = {id: replace(w) for id, w in self._by_id.items()}
         return other

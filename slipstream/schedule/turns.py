@@ -32,7 +32,16 @@ class Turns:
         self._cost = cost
         self._in_turn = sorted(prompts, key=self._turn)
         self.first = self._in_turn[0] if prompts else None
-        self._overtaking = sorted((p for p in self._in_turn if self._overtakes(p)), key=lambda p: p.left)
+        self._overtaking = sorted(filter(self._overtakes, self._in_turn), key=self._place)
+
+    @property
+    def left(self) -> int:
+        """Tokens that are still to be computed, of all."""
+        return sum(prompt.left for prompt in self._in_turn)
+
+    def longer_than(self, tokens: int) -> int:
+        """How many prompts have more left than that."""
+        return sum(prompt.left > tokens for prompt in self._in_turn)
 
     def _turn(self, prompt: Prompt) -> tuple[float, int]:
         second, number = prompt.order
@@ -43,13 +52,17 @@ class Turns:
     def _overtakes(self, prompt: Prompt) -> bool:
         return self.first is not None and 2 * prompt.left < self.first.left and prompt.priority <= self.first.priority
 
-    def _place(self, prompt: Prompt) -> tuple[int, tuple[float, int]]:
-        if prompt == self.first:
-            return 0, (0, 0)
-        return (1, (prompt.left, 0)) if self._overtakes(prompt) else (2, self._turn(prompt))
+    def _place(self, prompt: Prompt) -> tuple[int, float, int]:
+        """Sorts like the order in which prompts are computed; the first and those that overtake it share each step."""
+        if self.first is not None and prompt.slot == self.first.slot:
+            return 0, 0.0, 0
+        return (1, prompt.left, prompt.order[1]) if self._overtakes(prompt) else (2, *self._turn(prompt))
 
     def goes_before(self, slot: int, waiting: Prompt) -> bool:
-        """Whether the prompt under way in `slot` is computed before the waiting one would be, were that to join."""
+        """Whether the prompt under way in `slot` is computed before the waiting one would be, were that to join.
+
+        The first always is, as it is being computed now.
+        """
         under_way = next(p for p in self._in_turn if p.slot == slot)
         return self._place(under_way) <= self._place(waiting)
 

@@ -67,23 +67,29 @@ def test_those_that_have_left_are_not_kept_for_ever(short: bool):
     for id in range(1000):
         queue.push(request(id, [1]), 1.0 + id, short)
         queue.remove(id)
-    assert len(queue._unsorted) + sum(map(len, queue._heaps)) <= 200 and ids(queue) == [-1]
+    assert len(queue._long) + sum(map(len, queue._heaps)) <= 200 and ids(queue) == [-1]
     for id in range(1000):
         queue.push(request(id, [1]), 1.0 + id, short)
     for id in range(1000):
         queue.remove(id)
-    assert len(queue._unsorted) + sum(map(len, queue._heaps)) <= 200 and ids(queue) == [-1]
+    assert len(queue._long) + sum(map(len, queue._heaps)) <= 200 and ids(queue) == [-1]
 
 
-def test_long_prompts_are_given_out_once_to_be_sorted():
+def test_long_prompts_are_asked_in_turn_again_and_again():
     queue = Queue(10)
-    for id in range(5):
+    for id in range(6):
         queue.push(request(id, [1]), float(id), short=id == 1)
     queue.remove(2)
+    queue.ask_all()
     copy = queue.copy()
     for these in (queue, copy):
-        given = [these.next_unsorted() for _ in range(4)]
-        assert [w.request.id for w in given if w] == [0, 3, 4] and given[-1] is None
+        assert [w.request.id for _ in range(9) if (w := these.next_long())] == [0, 3, 4, 5, 0, 3, 4, 5, 0]
+        assert not these.unasked
+        these.set_short(these.first(1)[0], True)
+        assert [w.request.id for _ in range(4) if (w := these.next_long())] == [3, 4, 5, 3]
+        for w in these.first(9):
+            these.remove(w.request.id)
+        assert these.next_long() is None
 
 
 def test_a_removed_request_may_come_again_with_the_same_id():
