@@ -29,6 +29,7 @@ def part(name, data, file=False):
 
 def test_ff73_an_upload_never_touches_the_disk_and_is_gone_with_its_request(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gc.collect()  # what earlier tests left, or it goes in the midst of this one
     before = len(os.listdir("/proc/self/fd"))
     sound = os.urandom(8 << 20)
     monkeypatch.setattr(tempfile.SpooledTemporaryFile, "rollover", lambda self: pytest.fail("written to disk"))
@@ -36,7 +37,7 @@ def test_ff73_an_upload_never_touches_the_disk_and_is_gone_with_its_request(monk
     form = read(part("file", sound, True) + fields + b"--x--\r\n")
     assert form == {"file": sound, "model": "voice", "tags[]": ["a", "b"]}
     gc.collect()
-    assert not os.listdir(tmp_path) and len(os.listdir("/proc/self/fd")) == before
+    assert not os.listdir(tmp_path) and len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
