@@ -5,7 +5,6 @@ cut chunks of prompts into what is left of the budget. It changes the leader's r
 records each call as a command, so that followers do the same.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,16 +15,10 @@ from slipstream.log.grammar import Matcher
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.state import ENDED, PREEMPTED, Ended
+from slipstream.schedule.admission import Admission
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.queue import Queue, Waiting
 from slipstream.schedule.turns import Prompt, Turns
-
-LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
-BYPASSES = 64  # how often a head may be passed before everybody waits for it
-SHORT = 1024  # tokens to compute of a prompt that need not wait for long ones
-LONG_UNDER_WAY = 8  # long prompts that are computed at a time, where a step has no room for all; with short ones twice as many
-HASHED = 2048  # pages of prompts after which a plan hashes no other prompt: a burst must not stop the loop
-ASKED = 64  # waiting long prompts that a look asks whether the cache has made them short
 
 
 @dataclass
@@ -63,6 +56,7 @@ class Planner:
         self.replica = replica
         self.budget = budget
         self.queue = Queue(max_queue)
+        self.admission = Admission(replica, self.queue)
         self.copy_seconds = copy_seconds
         self.compiled: dict[int, Matcher] = {}  # the leader's: matchers of waiting requests that have a grammar, by request id
         self.counters = Counters()
@@ -70,28 +64,17 @@ class Planner:
         self.slot_of: dict[int, int] = {}  # request id -> slot
         self.order: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
-        self.short = SHORT
-        self.long_under_way = LONG_UNDER_WAY
         self._last = Share(0, [], -1, 0.0)  # of the last step that had prompts
-        self._turns: Turns | None = None  # of this plan; None: somebody has joined since
-        self._hashed = 0  # pages, by this plan
-        self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
 
     # --- what comes in
 
     def submit(self, request: Request, now: float) -> None:
-        self.queue.push(request, now, request.prompt_len <= self.short)
-        self.reopen()
-
-    def reopen(self) -> None:
-        """Something has changed for those that could not be admitted, beside more pages or slots."""
-        self._full_at = None
-        self.queue.ask_all()
+        self.admission.push(request, now)
 
     def abort(self, id: int, kept: int) -> bool:
         """Marks a request as gone. True when it was only waiting: then nothing of it is in the log."""
         if self.queue.remove(id) is not None:
-            self.reopen()  # the others may have waited for it
+            self.admission.reopen()  # the others may have waited for it
             return True
         if id in self.slot_of:
             self.gone[id] = kept
@@ -102,20 +85,21 @@ class Planner:
     def plan(self, depth: int) -> Plan:
         """The next entry. `depth`: steps in flight that are not settled."""
         plan = Plan()
-        self._hashed = 0
+        self.admission.begin()
         self._drop(plan)
         decoding = self._decode_rows()
         self._return_preempted(plan)
         before = len(plan.commands)
-        share = self._share(decoding)
-        self._admit(plan, share.room)
+        turns = self._turns()
+        share = self._share(decoding, turns)
+        self._admit(plan, share.room, turns)
         decoding = self._make_room(plan, decoding)
         if len(plan.commands) > before:
-            share = self._share(decoding)
+            share = self._share(decoding, self._turns())
         if share.rows:
             self._last = share
             if any(start + count == self.replica.target[slot] for slot, start, count in share.rows):
-                self.reopen()  # who begins alike needs fewer pages now
+                self.admission.reopen()  # who begins alike needs fewer pages now
         if len(decoding) or share.rows:
             plan.step = self._step(decoding, share.rows, depth)
         return plan
@@ -138,7 +122,7 @@ class Planner:
         assert existed, f"request {id} is not in slot {slot}"
         plan.commands.append(Drop(slot, id, kept))
         plan.dropped.append(ended)
-        self.reopen()
+        self.admission.reopen()
         del self.slot_of[id], self.order[slot]
         if slot in self.preempted:
             self.preempted.remove(slot)
@@ -159,37 +143,32 @@ class Planner:
             if replica.phase[slot] != PREEMPTED:  # it ended by the token that was in flight
                 self.preempted.remove(slot)
             elif replica.committed[slot] == replica.target[slot]:
-                if not self._fits(replica.requests[slot], int(replica.target[slot]), replica.keys[slot]):
+                if not self.admission.fits(replica.requests[slot], int(replica.target[slot]), replica.keys[slot]):
                     break
                 self.preempted.remove(slot)
                 self._seat(plan, slot, replica.requests[slot], [])
             else:
                 break
 
-    def _admit(self, plan: Plan, room: int) -> None:
+    def _admit(self, plan: Plan, room: int, turns: Turns) -> None:
         """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
-        if not len(self.queue):
-            return
-        replica = self.replica
-        turns = self._new_turns()
-        tokens, long = turns.left, turns.longer_than(self.short)
+        admission, most = self.admission, 2 * self.admission.long_under_way
+        before = self.order[self.preempted[0]] if self.preempted else None
+        tokens, long = turns.left, turns.longer_than(admission.short)
         joined = 0
-        while len(self.queue) and replica.free_slots and joined < 2 * self.budget.cap:
-            at = (replica.pages.available, len(replica.free_slots))
-            if self._full_at is not None and at[0] <= self._full_at[0] and at[1] <= self._full_at[1]:
-                return
+        while not admission.closed and joined < 2 * self.budget.cap:
             behind = tokens >= room
-            if behind and len(replica.prefilling) >= 2 * self.long_under_way:
+            if behind and len(self.replica.prefilling) >= most:
                 return
-            chosen = self._choose(crowded=behind and long >= self.long_under_way)
+            chosen = admission.choose(turns, behind and long >= admission.long_under_way, before)
             if chosen is None:
                 return
-            cached = self._join(plan, chosen)
-            rest = chosen.request.prompt_len - cached
-            tokens, long = tokens + rest, long + (rest > self.short)
-            joined += rest + cached // 4
+            cached = self._join(plan, chosen, turns)
+            left = chosen.request.prompt_len - cached
+            tokens, long = tokens + left, long + (left > admission.short)
+            joined += left + cached // 4
 
-    def _join(self, plan: Plan, chosen: Waiting) -> int:
+    def _join(self, plan: Plan, chosen: Waiting, turns: Turns) -> int:
         """Seats a waiting request; how many tokens of its prompt the cache holds."""
         request = chosen.request
         self.queue.remove(request.id)
@@ -197,137 +176,18 @@ class Planner:
         plan.admitted.append(request)
         self.order[slot] = chosen.order
         self.slot_of[request.id] = slot
-        cached = self._seat(plan, slot, request, self._keys(chosen))
+        cached = self._seat(plan, slot, request, self.admission.keys(chosen))
+        turns.add(Prompt(slot, request.id, request.prompt_len - cached, chosen.order, request.priority))
         plan.started.append((request.id, cached))
         self.counters.prefix_queries += request.prompt_len
         self.counters.prefix_hits += cached
         return cached
 
-    def _choose(self, crowded: bool) -> Waiting | None:
-        """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
-
-        The head is the first that was looked at and does not fit. Who was preempted goes before all that come after it.
-        `crowded`: only short prompts may join.
-        """
-        last = self.order[self.preempted[0]] if self.preempted else None
-        head: Waiting | None = None
-        for_pages = not crowded  # whether everybody waits for pages alone
-        for waiting in self._candidates(crowded):
-            if waiting.keys is None and self._hashed >= HASHED:
-                for_pages = False
-                break
-            if (last is not None and waiting.order > last) or self._computed_soon(waiting):
-                for_pages = False
-                continue
-            if self._fits(waiting.request, waiting.request.prompt_len, self._keys(waiting)):
-                if head is not None:
-                    head.passed += 1
-                return waiting
-            head = head or waiting
-            if head.passed >= BYPASSES:
-                break
-        if for_pages and not self.queue.unasked:
-            self._full_at = (self.replica.pages.available, len(self.replica.free_slots))
-        return None
-
-    def _candidates(self, crowded: bool) -> Iterator[Waiting]:
-        """Who is looked at: the first in the queue, unless `crowded`; then short ones, as urgent as the very first.
-
-        Before these are looked at, some long prompts are asked whether they have become short, and short ones whether they
-        still are.
-        """
-        queue = self.queue
-        first = queue.first(LOOKAHEAD)
-        if not crowded:
-            yield from first
-        for _ in range(ASKED):
-            asked = queue.next_long() if queue.unasked and self._hashed < HASHED else None
-            if asked is None:
-                break
-            queue.set_short(asked, self._is_short(asked))
-        for waiting in queue.first(LOOKAHEAD, short=True):
-            if not self._is_short(waiting):
-                queue.set_short(waiting, False)
-            elif waiting.request.priority <= first[0].request.priority and (crowded or waiting not in first):
-                yield waiting
-
-    def _is_short(self, waiting: Waiting) -> bool:
-        """Whether at most `short` tokens of the prompt have to be computed: the page before these is in the cache.
-
-        So the next turn of a chat is short. Pages before that one are evicted after it.
-        """
-        request = waiting.request
-        if request.prompt_len <= self.short:
-            return True
-        page = -(-(request.prompt_len - self.short) // self.replica.limits.block) - 1
-        keys = self._keys(waiting) if request.sampling.prompt_logprobs < 0 else []
-        return page < len(keys) and keys[page] in self.replica.pages.index
-
-    def _keys(self, waiting: Waiting) -> list[bytes]:
-        """The content keys of its prompt's pages, hashed when it is first looked at."""
-        if waiting.keys is None:
-            waiting.keys = self.replica.prompt_keys(waiting.request)
-            self._hashed += len(waiting.keys)
-        return waiting.keys
-
-    def _cached(self, request: Request, known: int, keys: list[bytes]) -> list[int]:
-        """The pages in the cache that it may read of its first `known` tokens, of which one is always computed."""
-        if request.sampling.prompt_logprobs >= 0:
-            return []
-        return self.replica.pages.find(keys[: (known - 1) // self.replica.limits.block])
-
-    def _computed_soon(self, waiting: Waiting) -> bool:
-        """Whether pages that this prompt misses are computed for another one, before this one's turn would come.
-
-        It waits for the last of them. Once found, asking again costs two look-ups.
-        """
-        replica, request = self.replica, waiting.request
-        if waiting.awaits is not None:
-            id, key, left = waiting.awaits
-            slot = self.slot_of.get(id, -1)
-            if slot in replica.prefilling and key not in replica.pages.index and self._goes_before(slot, waiting, left):
-                return True
-            waiting.awaits = None
-        if not replica.prefilling:
-            return False
-        block = replica.limits.block
-        keys = self._keys(waiting)[: (request.prompt_len - 1) // block]
-        found = len(self._cached(request, request.prompt_len, keys))
-        if found == len(keys) or request.sampling.prompt_logprobs >= 0:
-            return False
-        for slot in replica.prefilling:
-            own = replica.keys[slot]
-            most = min(int(replica.target[slot]) // block, len(own), len(keys))
-            if int(replica.launched[slot]) // block <= found < most and own[found] == keys[found]:
-                common = next((i for i in range(found, most) if own[i] != keys[i]), most)
-                # what both have counts twice: were this one to go first, both would compute it
-                left = request.prompt_len + (common - 2 * found) * block
-                if self._goes_before(slot, waiting, left):
-                    waiting.awaits = (int(replica.ids[slot]), keys[common - 1], left)
-                    return True
-        return False
-
-    def _goes_before(self, slot: int, waiting: Waiting, left: int) -> bool:
-        """Whether the prompt under way in `slot` is computed before the waiting one would be, which has `left` tokens to go."""
-        if self._turns is None:
-            self._turns = self._new_turns()
-        return self._turns.goes_before(slot, Prompt(-1, waiting.request.id, left, waiting.order, waiting.request.priority))
-
-    def _fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
-        """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
-        replica = self.replica
-        pages = replica.pages
-        cached = self._cached(request, known, keys)
-        need = -(-known // replica.limits.block) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
-        running = len(replica.decoding) + len(replica.prefilling)
-        return need + min(running, pages.total // 50 + 1) <= pages.available if running else need <= pages.available
-
     def _seat(self, plan: Plan, slot: int, request: Request, keys: list[bytes]) -> int:
-        self._turns = None
         plan.commands.append(Admit(slot, request.id))
         return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
 
-    def _new_turns(self) -> Turns:
+    def _turns(self) -> Turns:
         """Of the prompts under way."""
         replica = self.replica
         prompts = [
@@ -387,13 +247,12 @@ class Planner:
             return False
         return self.copy_seconds * pages < self.budget.cost(tokens / 2) * tokens
 
-    def _share(self, decoding: np.ndarray) -> Share:
+    def _share(self, decoding: np.ndarray, turns: Turns) -> Share:
         """The chunks of prompts that join the decoding rows.
 
         What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
         reach prompts of which the first cut saw nothing, so the second price can only lower it.
         """
-        turns = self._turns = self._new_turns()
         waiting = turns.left
         context = self._last.context
         room = self.budget.prompt_tokens(len(decoding), context, waiting)
@@ -436,6 +295,7 @@ class Planner:
         other.__dict__.update(self.__dict__)
         other.replica = replica
         other.queue = self.queue.copy()
+        other.admission = self.admission.copy(replica, other.queue)
         other.counters = Counters(**vars(self.counters))
         other.gone, other.slot_of, other.order = self.gone.copy(), self.slot_of.copy(), self.order.copy()
         other.preempted = self.preempted.copy()
@@ -444,10 +304,9 @@ class Planner:
     def state(self) -> tuple[object, ...]:
         """A hashable value that two equal planners of equal replicas share. Clocks and what was measured are left out."""
         return (
-            self.queue.state(),
+            self.admission.state(),
             self._last.first,
             tuple(self.gone.items()),
             tuple(sorted(self.order, key=lambda slot: self.order[slot])),
             tuple(self.preempted),
-            self._full_at,
         )

@@ -30,18 +30,33 @@ class Turns:
         """`begun`: the request that was the first until now. `cost(c)`: seconds of a token with c tokens before it."""
         self._begun = begun
         self._cost = cost
-        self._in_turn = sorted(prompts, key=self._turn)
-        self.first = self._in_turn[0] if prompts else None
-        self._overtaking = sorted(filter(self._overtakes, self._in_turn), key=self._place)
+        self._prompts = prompts
+        self._in_turn: list[Prompt] = []  # empty: to be sorted
+        self._overtaking: list[Prompt] = []
+
+    def add(self, prompt: Prompt) -> None:
+        """One more is under way."""
+        self._prompts.append(prompt)
+        self._in_turn = []
+
+    def _sort(self) -> None:
+        if not self._in_turn:
+            self._in_turn = sorted(self._prompts, key=self._turn)
+            self._overtaking = sorted(filter(self._overtakes, self._in_turn), key=self._place)
+
+    @property
+    def first(self) -> Prompt | None:
+        self._sort()
+        return self._in_turn[0] if self._in_turn else None
 
     @property
     def left(self) -> int:
         """Tokens that are still to be computed, of all."""
-        return sum(prompt.left for prompt in self._in_turn)
+        return sum(prompt.left for prompt in self._prompts)
 
     def longer_than(self, tokens: int) -> int:
         """How many prompts have more left than that."""
-        return sum(prompt.left > tokens for prompt in self._in_turn)
+        return sum(prompt.left > tokens for prompt in self._prompts)
 
     def _turn(self, prompt: Prompt) -> tuple[float, int]:
         second, number = prompt.order
@@ -50,28 +65,32 @@ class Turns:
         return second, number
 
     def _overtakes(self, prompt: Prompt) -> bool:
-        return self.first is not None and 2 * prompt.left < self.first.left and prompt.priority <= self.first.priority
+        first = self._in_turn[0]
+        return 2 * prompt.left < first.left and prompt.priority <= first.priority
 
     def _place(self, prompt: Prompt) -> tuple[int, float, int]:
         """Sorts like the order in which prompts are computed; the first and those that overtake it share each step."""
-        if self.first is not None and prompt.slot == self.first.slot:
+        if prompt.id == self._in_turn[0].id:
             return 0, 0.0, 0
         return (1, prompt.left, prompt.order[1]) if self._overtakes(prompt) else (2, *self._turn(prompt))
 
-    def goes_before(self, slot: int, waiting: Prompt) -> bool:
-        """Whether the prompt under way in `slot` is computed before the waiting one would be, were that to join.
+    def goes_before(self, id: int, waiting: Prompt) -> bool:
+        """Whether request `id` has a prompt under way that is computed before the waiting one would be, were that to join.
 
         The first always is, as it is being computed now.
         """
-        under_way = next(p for p in self._in_turn if p.slot == slot)
-        return self._place(under_way) <= self._place(waiting)
+        self._sort()
+        under_way = next((p for p in self._in_turn if p.id == id), None)
+        return under_way is not None and self._place(under_way) <= self._place(waiting)
 
     def cut(self, room: int) -> dict[int, int]:
         """How many tokens each slot gets of `room`, in the order in which their chunks stand in the step."""
+        self._sort()
         counts: dict[int, int] = {}
-        if self.first is not None and self._overtaking:
-            counts[self.first.slot] = min(self.first.left, room - room // 2)
-            room -= counts[self.first.slot]
+        if self._overtaking and room > 0:
+            first = self._in_turn[0]
+            counts[first.slot] = min(first.left, room - room // 2)
+            room -= counts[first.slot]
         for prompt in (*self._overtaking, *self._in_turn):
             if room <= 0:
                 break

@@ -57,7 +57,7 @@ class Group:
         )
         replica = run.make_replica(self.limits)
         planner = run.make_planner(replica, Budget(scenario.cap, scenario.target), scenario.max_queue)
-        planner.short, planner.long_under_way = scenario.short, scenario.long_under_way
+        planner.admission.short, planner.admission.long_under_way = scenario.short, scenario.long_under_way
         self.leader = Leader(replica, planner, self.size, scenario.asynchronous)
         self.ranks: list[Rank] = [self.leader, *(Rank(i, run.make_replica(self.limits)) for i in range(1, self.size))]
         self.stream = Stream(self.size, self.limits, self.differs, self.ran)

@@ -82,7 +82,7 @@ class LeasePlanner(Planner):
         for id in self.over:
             self.replica.end_lease(id)  # type: ignore[attr-defined]
             plan.commands.append(Release(id))  # type: ignore[arg-type]
-            self.reopen()
+            self.admission.reopen()
         self.over = ()
         super()._drop(plan)
 
@@ -134,5 +134,5 @@ class EarlyLeader(LeaseLeader):
     def reported(self, rank: int, id: int) -> Iterator[Effect]:
         assert isinstance(self.replica, LeaseReplica)
         self.replica.end_lease(id)
-        self.planner.reopen()
+        self.planner.admission.reopen()
         return iter(())

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.log.request import Request, Sampling
-from slipstream.schedule.planner import LONG_UNDER_WAY, SHORT
+from slipstream.schedule.admission import LONG_UNDER_WAY, SHORT
 from slipstream.verify.toy import VOCAB
 
 MIN_REQUESTS = 30

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from slipstream.schedule.planner import LONG_UNDER_WAY, SHORT
+from slipstream.schedule.admission import LONG_UNDER_WAY, SHORT
 from slipstream.verify.scenario import Scenario
 
 TRIES = 600  # runs at most

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
+from slipstream.schedule.admission import BYPASSES
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.planner import BYPASSES, Planner, Share
+from slipstream.schedule.planner import Planner, Share
 from tests.helpers.toy_group import ToyGroup, expected, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -63,7 +64,7 @@ def test_what_a_step_holds_is_priced_by_where_all_of_it_is(last: float):
     replica.requests = {slot: request(7 + slot, [1]) for slot in (0, 1)}
     planner = Planner(replica, budget, 8)  # type: ignore[arg-type]
     planner.order, planner._last = {0: (0, 0), 1: (0, 1)}, Share(0, [], -1, last)
-    room, rows, _, _ = planner._share(np.arange(16))
+    room, rows, _, _ = planner._share(np.arange(16), planner._turns())
     assert sum(n for _, _, n in rows) == room >= 64
     assert budget.base + sum(n * budget.cost(start) for _, start, n in rows) <= 1.05 * 0.016
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slipstream.schedule.planner import LONG_UNDER_WAY, LOOKAHEAD
+from slipstream.schedule.admission import LONG_UNDER_WAY, LOOKAHEAD
 from tests.helpers.toy_group import ToyGroup, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -16,7 +16,7 @@ def long(id: int, tokens: int = 300, **kwargs):
 def new_group(asynchronous: bool = True, **shape) -> ToyGroup:
     """A short prompt has at most 50 tokens there, and a step 32."""
     group = ToyGroup(asynchronous=asynchronous, **{"cap": 32, "max_len": 512, "pages": 2000, "slots": 40, **shape})
-    group.planner.short = 50
+    group.planner.admission.short = 50
     return group
 
 
@@ -78,8 +78,8 @@ def test_what_was_short_by_the_cache_is_long_again_when_its_pages_are_gone():
     group.submit(*(request(70 + i, [i] * 20, 2, priority=-1) for i in range(LOOKAHEAD)), request(61, history, 2))
     waiting = next(w for w in group.planner.queue.all() if w.request.id == 61)
     for _ in range(6):
-        group.planner._choose(crowded=True)
-        group.planner._hashed = 0
+        group.planner.admission.begin()
+        group.planner.admission.choose(group.planner._turns(), crowded=True, before=None)
     assert waiting.short
     pages = group.replica.pages
     for page in [pages.take() for _ in range(pages.available)]:
@@ -141,7 +141,7 @@ def test_when_the_head_is_aborted_for_which_everybody_waited_the_queue_opens(asy
     group.turn()
     group.submit(*(long(1 + i, 400) for i in range(LOOKAHEAD)))
     group.submit(long(50, 200, priority=1))
-    group.planner.short = 0  # so that only the first eight are looked at
+    group.planner.admission.short = 0  # so that only the first eight are looked at
     for _ in range(3):
         group.turn()
     assert 50 not in group.planner.slot_of

@@ -8,6 +8,7 @@ import pytest
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request, Sampling
 from slipstream.log.state import Ended, Limits
+from slipstream.schedule.admission import Admission
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Plan, Planner
 from slipstream.verify.memory import Violation
@@ -73,11 +74,20 @@ def test_a_rank_that_stands_still_for_a_moment_poisons_nothing():
     assert Run(scenario).go().poisonings == 0
 
 
-class CountsCachedPages(Planner):
+def planner_with(admission: type[Admission]):
+    def make(*args) -> Planner:
+        planner = Planner(*args)
+        planner.admission = admission(planner.replica, planner.queue)
+        return planner
+
+    return make
+
+
+class CountsCachedPages(Admission):
     """Counts pages of the prefix cache for a request that may not use them: found by the simulator."""
 
-    def _fits(self, request, known, keys):
-        return super()._fits(msgspec.structs.replace(request, sampling=Sampling()), known, keys)
+    def fits(self, request, known, keys):
+        return super().fits(msgspec.structs.replace(request, sampling=Sampling()), known, keys)
 
 
 def test_prompt_logprobs_need_all_their_pages():
@@ -89,7 +99,7 @@ def test_prompt_logprobs_need_all_their_pages():
     base = replace(draw(0), size=1, pages=8, slots=4, block=4, max_len=32, cap=256, faults=(), reserve=(), target=None)
     scenario = replace(base, clients=clients, asynchronous=True, caching=True, max_queue=100)
     assert violation(scenario) == ""
-    assert "StopIteration" in violation(scenario, make_planner=CountsCachedPages)
+    assert "StopIteration" in violation(scenario, make_planner=planner_with(CountsCachedPages))
 
 
 def test_requests_whose_grammar_is_compiled_count_as_waiting():
@@ -212,17 +222,17 @@ def test_ff33_a_page_lost_on_abort_is_caught():
     assert "lost" in first_violation(lambda s: not s.faults and any(c.stop for c in s.clients), make_replica=KeepsPages)
 
 
-class SharesAdmissions(Planner):
+class SharesAdmissions(Admission):
     """Counts a shared prefix's free pages for every request that waits, and keeps no room to decode."""
 
-    def _fits(self, request, known, keys):
+    def fits(self, request, known, keys):
         pages, block = self.replica.pages, self.replica.limits.block
         return -(-known // block) - len(pages.find(keys)) <= pages.available
 
 
 def test_ff26_admitting_many_against_the_same_free_pages_is_caught():
     wanted = lambda s: not s.faults and s.caching and s.pages < 2 * s.max_len // s.block  # noqa: E731
-    assert first_violation(wanted, make_planner=SharesAdmissions)
+    assert first_violation(wanted, make_planner=planner_with(SharesAdmissions))
 
 
 def test_ff25_page_shortage_always_ends():
