@@ -1,6 +1,7 @@
 """Where tables go."""
 
 import os
+import sys
 
 from rich.console import Console
 
@@ -10,6 +11,6 @@ FILE_WIDTH = 160  # columns where there is no terminal: a log or a report is not
 def console() -> Console:
     """Standard output, as wide as the terminal or as `FILE_WIDTH` (COLUMNS says otherwise)."""
     out = Console()
-    if not out.is_terminal and "COLUMNS" not in os.environ:
+    if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
         out.width = FILE_WIDTH
     return out

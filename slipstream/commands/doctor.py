@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.commands import env
-from slipstream.errors import ModelError, SlipstreamError
+from slipstream.errors import SlipstreamError
 
 GOOD, POOR, BAD = "ok", "slow", "broken"
 STYLES = {GOOD: "green", POOR: "yellow", BAD: "bold red"}
@@ -169,17 +169,16 @@ def model_files(model: str) -> Finding:
     from slipstream.weights.packages import PACKAGES
     from slipstream.weights.pull import resolve_model
 
+    found: list[str] = []
     try:
-        names = weights_of(model) if is_composite(model) else [model]
+        for name in weights_of(model) if is_composite(model) else [model]:
+            if name in PACKAGES or pathlib.Path(name).expanduser().exists():
+                found.append(str(resolve_model(name, verify=True)))
+            else:
+                found.append(f"{name} is looked up on the Hugging Face hub at start")
     except SlipstreamError as e:
-        return Finding("model", BAD, str(e), "slipstream plan FILE.yaml tells what a placement needs")
-    if model not in PACKAGES and not is_composite(model) and not pathlib.Path(model).exists():
-        return Finding("model", GOOD, f"{model} is looked up on the Hugging Face hub at start")
-    try:
-        found = ", ".join(str(resolve_model(name, verify=True)) for name in names)
-    except ModelError as e:
-        return Finding("model", BAD, str(e), f"slipstream pull {model}")
-    return Finding("model", GOOD, found)
+        return Finding("model", BAD, str(e), f"slipstream {'plan' if is_composite(model) else 'pull'} {model}")
+    return Finding("model", GOOD, ", ".join(found))
 
 
 def port_free(port: int) -> Finding:

@@ -100,7 +100,9 @@ def check_placement(p: Placement, model: Model) -> None:
             raise ConfigError(f"group {held[c.name]}: component {c.name} is a function; it runs beside the front end")
         if c.role != "function" and c.name not in held:
             raise ConfigError(f"component {c.name} is placed on no group; name it in the components of one")
-    for name in p.settings:
+    for name, settings in p.settings.items():
+        if not isinstance(settings.get("weights", ""), str):
+            raise ConfigError(f"settings: {name}: weights: name a model, a folder or a file")
         if name not in model.by_name:
             raise ConfigError(f"settings: model {model.name} has no component {name}; it has {', '.join(model.by_name)}")
     for walk in model.walks:

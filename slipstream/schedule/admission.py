@@ -27,7 +27,7 @@ class Admission:
         self.short = SHORT
         self.long_under_way = LONG_UNDER_WAY
         self._hashed = 0  # pages, by this plan
-        self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when nothing could be admitted
+        self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when all lacked pages
 
     def begin(self) -> None:
         """A new plan."""
@@ -53,8 +53,8 @@ class Admission:
     def choose(self, turns: Turns, crowded: bool, before: tuple[float, int] | None) -> Waiting | None:
         """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
 
-        The head is the first that was looked at and does not fit. `turns`: the prompts under way. `crowded`: only short prompts
-        may join. `before`: only those that come before this place in the queue, where a preempted request stands.
+        The head is here the first that was looked at and lacks pages. `turns`: the prompts under way. `crowded`: only short
+        prompts may join. `before`: only those that come before this place in the queue, where a preempted request stands.
         """
         head: Waiting | None = None
         for_pages = not crowded  # whether everybody waits for pages alone
@@ -77,13 +77,14 @@ class Admission:
         return None
 
     def _candidates(self, crowded: bool) -> Iterator[Waiting]:
-        """Who is looked at: the first in the queue, unless `crowded`; then short ones, as urgent as the very first.
+        """Who is looked at: unless `crowded` the first in the queue; then, or only, short ones as urgent as the very first.
 
         Before these are looked at, some long prompts are asked whether they have become short, and short ones whether they
-        still are.
+        still are. The queue may change between two of them, so nobody is to be removed while it runs.
         """
         queue = self.queue
         first = queue.first(LOOKAHEAD)
+        most = first[0].request.priority
         if not crowded:
             yield from first
         for _ in range(ASKED):
@@ -91,23 +92,32 @@ class Admission:
             if asked is None:
                 break
             queue.set_short(asked, self._is_short(asked))
-        for waiting in queue.first(LOOKAHEAD, short=True):
-            if not self._is_short(waiting):
-                queue.set_short(waiting, False)
-            elif waiting.request.priority <= first[0].request.priority and (crowded or waiting not in first):
+        short = queue.first(LOOKAHEAD, short=True)
+        while not all([self._still_short(waiting) for waiting in short]):
+            short = queue.first(LOOKAHEAD, short=True)
+        seen = [] if crowded else first
+        for waiting in (*first, *short):  # of the first ones those that are short: more urgent ones may hide them among these
+            if waiting not in seen and self._still_short(waiting) and waiting.request.priority <= most:
+                seen.append(waiting)
                 yield waiting
 
-    def _is_short(self, waiting: Waiting) -> bool:
-        """Whether at most `short` tokens of the prompt have to be computed: the page before these is in the cache.
+    def _still_short(self, waiting: Waiting) -> bool:
+        if waiting.short and not self._is_short(waiting):
+            self.queue.set_short(waiting, False)  # its pages were evicted
+        return waiting.short
 
-        So the next turn of a chat is short. Pages before that one are evicted after it.
+    def _is_short(self, waiting: Waiting) -> bool:
+        """Whether at most `short` tokens of the prompt have to be computed, as of the next turn of a chat.
+
+        The page before these is in the cache then, and all before that one.
         """
         request = waiting.request
         if request.prompt_len <= self.short:
             return True
         page = -(-(request.prompt_len - self.short) // self.replica.limits.block) - 1
         keys = self.keys(waiting) if request.sampling.prompt_logprobs < 0 else []
-        return page < len(keys) and keys[page] in self.replica.pages.index
+        pages = self.replica.pages
+        return page < len(keys) and keys[page] in pages.index and len(pages.find(keys[: page + 1])) > page
 
     def keys(self, waiting: Waiting) -> list[bytes]:
         """The content keys of its prompt's pages, hashed when it is first looked at."""

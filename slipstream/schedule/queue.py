@@ -13,7 +13,7 @@ from slipstream.log.request import Request
 
 AGEING = 10.0  # seconds of waiting that outweigh one level of priority
 
-Item = tuple[tuple[float, int], int]  # (order, request id)
+Item = tuple[tuple[float, ...], int]  # (order, or priority and order, request id)
 
 
 @dataclass(eq=False)
@@ -30,14 +30,15 @@ class Waiting:
 
 @dataclass
 class Queue:
-    """A priority queue with removal by id, in two heaps: one of short prompts, one of the others.
+    """A priority queue with removal by id, in two heaps: all by their order; short ones by priority, then order.
 
-    What a step does with it is O(log n): who is removed leaves a heap at its head. Only when more have left than wait is a
-    heap swept. `limit` is kept by the leader, which also counts those whose grammar is being compiled.
+    What a step does with it is O(log n): who is removed or no longer short leaves an item behind, which goes when it comes to
+    the head, or in a sweep when there are more of these than of those that wait. `limit` is kept by the leader, which also
+    counts those whose grammar is being compiled.
     """
 
     limit: int
-    _heaps: tuple[list[Item], list[Item]] = field(default_factory=lambda: ([], []))  # long, short
+    _heaps: tuple[list[Item], list[Item]] = field(default_factory=lambda: ([], []))  # of all; of short ones
     _by_id: dict[int, Waiting] = field(default_factory=dict[int, Waiting])
     _long: deque[int] = field(default_factory=deque[int])  # ids; the next to be asked whether it is short stands first
     unasked: int = 0  # how many of these were not asked since `ask_all`
@@ -49,17 +50,23 @@ class Queue:
     def push(self, request: Request, now: float, short: bool = False) -> Waiting:
         waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)), short)
         self._by_id[request.id] = waiting
+        heapq.heappush(self._heaps[0], (waiting.order, request.id))
         self._add(waiting)
         return waiting
 
     def _add(self, waiting: Waiting) -> None:
-        if not waiting.short:
+        if waiting.short:
+            heapq.heappush(self._heaps[1], (self._key(waiting, True), waiting.request.id))
+        else:
             self._long.append(waiting.request.id)
-        heapq.heappush(self._heaps[waiting.short], (waiting.order, waiting.request.id))
+
+    @staticmethod
+    def _key(waiting: Waiting, short: bool) -> tuple[float, ...]:
+        return (waiting.request.priority, *waiting.order) if short else waiting.order
 
     def _is_here(self, item: Item, short: bool) -> bool:
         waiting = self._by_id.get(item[1])
-        return waiting is not None and waiting.order == item[0] and waiting.short == short
+        return waiting is not None and self._key(waiting, short) == item[0] and (waiting.short or not short)
 
     def remove(self, id: int) -> Waiting | None:
         """Takes a request out wherever it stands; None if it is not waiting."""
@@ -95,11 +102,8 @@ class Queue:
             self._add(waiting)
 
     def first(self, count: int, short: bool = False) -> list[Waiting]:
-        """The first `count` waiting requests, in order; with `short`, of the short ones."""
-        items = self._head(True, count)
-        if not short:
-            items = sorted(items + self._head(False, count))[:count]
-        return [self._by_id[id] for _, id in items]
+        """The first `count` waiting requests, in order; with `short`, of the short ones, the most urgent first."""
+        return [self._by_id[id] for _, id in self._head(short, count)]
 
     def _head(self, short: bool, count: int) -> list[Item]:
         heap = self._heaps[short]
@@ -117,7 +121,7 @@ class Queue:
         return sorted(self._by_id.values(), key=lambda w: w.order)
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two queues share of which the planner would do the same, clocks apart."""
+        """A hashable value. Two queues that have it are looked at alike, clocks and what is hashed apart."""
         return tuple((w.request.id, w.short, w.passed, w.awaits) for w in self.all()), tuple(self._long), self.unasked
 
     def copy(self) -> "Queue":

@@ -11,7 +11,7 @@ class Prompt(NamedTuple):
 
     slot: int
     id: int  # of its request
-    left: int  # tokens that are still to be computed
+    left: int  # tokens that are still to be computed; priced as if they stood at its beginning
     order: tuple[float, int]  # its place in the queue it came from, in seconds; then its number
     priority: int  # a smaller one is more urgent
 

@@ -24,7 +24,7 @@ MAX_WAITING = 256  # grammars that wait to be tried
 _PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of computing, or to start
 _VERDICTS = 1024
 _OPTION = "are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # the library's, not a client's
-_ONE_OF = "whose branches overlap are not supported; say anyOf, or strict: false, which takes oneOf as anyOf"
+_ONE_OF = "whose branches overlap are not supported; say anyOf; where the field has it, strict: false takes oneOf as anyOf"
 TOO_LONG = f"it did not compile within {SECONDS:g} s of computing and the memory that one grammar may use"
 
 

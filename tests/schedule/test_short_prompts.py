@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from slipstream.schedule.admission import LONG_UNDER_WAY, LOOKAHEAD
+from slipstream.schedule.queue import AGEING
 from tests.helpers.toy_group import ToyGroup, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -170,7 +171,7 @@ def test_questions_about_one_document_behind_another_compute_it_once(asynchronou
 
 
 @BOTH
-def test_a_page_that_is_published_opens_the_queue_as_one_that_is_freed_does(asynchronous: bool):
+def test_a_prompt_that_is_through_opens_the_queue_as_freed_pages_do(asynchronous: bool):
     """An urgent prompt does not wait for its document's owner and has no room for a copy; then the owner is done."""
     group = new_group(asynchronous, max_len=1024, pages=220)
     document = tokens(1, 400)
@@ -233,3 +234,50 @@ def test_behind_documents_that_do_not_fit_every_long_prompt_is_asked_whether_it_
     group.submit(*(request(10 + i, [*system, *tokens(20 + i, 2840)], 20) for i in range(30)))
     group.submit(request(50, [*system, *tokens(3, 40)], 4))
     assert turns_until_it_answers(group, 50) <= 40
+
+
+def test_less_urgent_short_prompts_do_not_hide_urgent_ones_however_old_they_are():
+    group = new_group()
+    crowd(group)
+    group.submit(*(request(100 + i, [i] * 20, 2, priority=1) for i in range(LOOKAHEAD)))
+    group.now += 1.1 * AGEING
+    group.submit(request(50, [50] * 20, 2))
+    assert turns_until_it_answers(group, 50) <= 8
+
+
+def test_questions_whose_document_was_evicted_do_not_hide_a_short_one():
+    """Eight that do not fit were short and no longer are; nobody else stands among the short ones that a look sees."""
+    group = new_group(max_len=1024, pages=200, cap=64)
+    document = tokens(1, 400)
+    group.submit(request(60, document, 2))
+    group.run()
+    group.submit(request(0, tokens(2, 400), 300))
+    for _ in range(13):
+        group.turn()
+    group.submit(*(request(10 + i, [*document, *tokens(30 + i, 6)], 2) for i in range(LOOKAHEAD)))
+    for _ in range(72):
+        group.turn()
+    group.submit(request(50, [50] * 20, 2))
+    assert turns_until_it_answers(group, 50) <= 8 and 0 not in group.ends
+
+
+def test_a_beginning_with_a_gap_in_the_cache_makes_nothing_short():
+    """Pages 64 to 99 of a document are in the cache and the first 64 are not: they were there when they were computed again."""
+    group = new_group(max_len=1024, pages=2000)
+    document = tokens(77, 400)
+    group.submit(request(60, document, 2))
+    group.run()
+    group.submit(request(61, [*document, 1], 2, prompt_logprobs=0))
+    for _ in range(6):
+        group.turn()
+    pages = group.replica.pages
+    for page in [pages.take() for _ in range(pages.available)]:
+        pages.release(page)
+    group.run()
+    crowd(group)
+    group.submit(request(50, [*document, 2], 2))
+    group.turn()
+    keys = group.replica.prompt_keys(group.sent[50])
+    assert sum(key in pages.index for key in keys) > 30 and not pages.find(keys)
+    group.turn()
+    assert 50 not in group.planner.slot_of
