@@ -95,7 +95,7 @@ class Admission:
         short = queue.first(LOOKAHEAD, short=True)
         while not all([self._still_short(waiting) for waiting in short]):
             short = queue.first(LOOKAHEAD, short=True)
-        seen = [] if crowded else first
+        seen = [] if crowded else [*first]
         for waiting in (*first, *short):  # of the first ones those that are short: more urgent ones may hide them among these
             if waiting not in seen and self._still_short(waiting) and waiting.request.priority <= most:
                 seen.append(waiting)
