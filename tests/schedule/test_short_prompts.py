@@ -137,15 +137,16 @@ def test_a_short_prompt_does_not_wait_for_a_beginning_whose_turn_is_far_off(asyn
 
 @BOTH
 def test_when_the_head_is_aborted_for_which_everybody_waited_the_queue_opens(asynchronous: bool):
-    group = new_group(asynchronous, pages=120, caching=False)
-    group.submit(request(0, range(60), 400))
-    group.turn()
+    group = new_group(asynchronous, pages=112, caching=False)
+    group.planner.admission.short = 0  # so that only the first eight are looked at
+    group.submit(request(0, range(60), 300))
+    for _ in range(4):
+        group.turn()
     group.submit(*(long(1 + i, 400) for i in range(LOOKAHEAD)))
     group.submit(long(50, 200, priority=1))
-    group.planner.admission.short = 0  # so that only the first eight are looked at
     for _ in range(3):
         group.turn()
-    assert 50 not in group.planner.slot_of
+    assert len(group.planner.queue) == LOOKAHEAD + 1
     for i in range(LOOKAHEAD):
         group.abort(1 + i)
     assert turns_until_it_answers(group, 50) <= 12
@@ -281,3 +282,24 @@ def test_a_beginning_with_a_gap_in_the_cache_makes_nothing_short():
     assert sum(key in pages.index for key in keys) > 30 and not pages.find(keys)
     group.turn()
     assert 50 not in group.planner.slot_of
+
+
+def test_a_burst_of_long_prompts_is_hashed_over_several_plans(monkeypatch):
+    """Hashing all at once would keep the loop from feeding the device. Here at most 99 pages, and then one prompt more."""
+    monkeypatch.setattr("slipstream.schedule.admission.HASHED", 100)
+    group = new_group()
+    hashed, original = [0], group.replica.prompt_keys
+
+    def prompt_keys(r):
+        keys = original(r)
+        hashed[-1] += len(keys)
+        return keys
+
+    monkeypatch.setattr(group.replica, "prompt_keys", prompt_keys)
+    group.submit(request(50, [50], 200))
+    group.turn()
+    group.submit(*(long(i) for i in range(20)))
+    for _ in range(20):
+        hashed.append(0)
+        group.turn()
+    assert max(hashed) <= 99 + 75 and sum(hashed) == 20 * 75
