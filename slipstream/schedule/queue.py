@@ -103,9 +103,6 @@ class Queue:
 
     def first(self, count: int, short: bool = False) -> list[Waiting]:
         """The first `count` waiting requests, in order; with `short`, of the short ones, the most urgent first."""
-        return [self._by_id[id] for _, id in self._head(short, count)]
-
-    def _head(self, short: bool, count: int) -> list[Item]:
         heap = self._heaps[short]
         taken: list[Item] = []
         while heap and len(taken) < count:
@@ -114,7 +111,7 @@ class Queue:
                 taken.append(item)
         for item in taken:
             heapq.heappush(heap, item)
-        return taken
+        return [self._by_id[id] for _, id in taken]
 
     def all(self) -> list[Waiting]:
         """Everyone, in order; it costs a sort."""
