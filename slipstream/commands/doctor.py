@@ -54,7 +54,6 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield number_type(facts)
     yield memory()
     yield open_files()
-    yield shared_memory()
     yield from gpus(facts["cuda"])
     yield model_files(model)
     yield port_free(port)
@@ -113,19 +112,6 @@ def open_files() -> Finding:
     if soft < 4096:
         return Finding("open files", POOR, f"limit {soft}", f"each client takes one: ulimit -n {max(65536, soft)}")
     return Finding("open files", GOOD, f"limit {soft}")
-
-
-def shared_memory() -> Finding:
-    """Slipstream's own memory is anonymous and not bounded by /dev/shm; what PyTorch shares between processes may be."""
-    try:
-        free = shutil.disk_usage("/dev/shm").free / 2**20
-    except OSError:
-        return Finding("/dev/shm", POOR, "not there", "other libraries on several GPUs may need it; mount a tmpfs")
-    if free < 64:
-        return Finding(
-            "/dev/shm", POOR, f"{free:.0f} MiB free", "other libraries on several GPUs may need more: docker run --shm-size 1g"
-        )
-    return Finding("/dev/shm", GOOD, f"{free:.0f} MiB free")
 
 
 def gpus(cuda: dict) -> Iterator[Finding]:
