@@ -11,19 +11,19 @@ def table(title: str, figures: dict[str, typing.Any]) -> None:
     """Prints one row a figure to stdout; errors are red, their reasons and a note follow."""
     from rich.table import Table
 
-    from slipstream.terminal import console as new_console
+    from slipstream.terminal import console
 
     out = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in figures.items():
         if name not in ("error_reasons", "note"):
             style = "bold red" if name in ("errors", "wrong") and value else None
             out.add_row(*label(name), shown(value), style=style)
-    console = new_console()
-    console.print(out)
+    screen = console()
+    screen.print(out)
     if "note" in figures:
-        console.print(f"  {figures['note']}", style="yellow", markup=False, highlight=False)
+        screen.print(f"  {figures['note']}", style="yellow", markup=False, highlight=False)
     for reason, count in figures.get("error_reasons", {}).items():
-        console.print(f"  {count} x {reason}", style="red", markup=False, highlight=False)
+        screen.print(f"  {count} x {reason}", style="red", markup=False, highlight=False)
 
 
 def label(name: str) -> tuple[str]:

