@@ -55,7 +55,7 @@ def test_a_long_prompt_waits_for_nothing_that_arrives_when_it_could_have_ended()
 def test_a_step_is_filled_and_nobody_gets_more_than_it_needs():
     assert turns(prompt(0, 30), prompt(1, 7, at=0.1), prompt(2, 40, at=0.2)).cut(50) == {0: 30, 1: 7, 2: 13}
     assert turns(prompt(0, 30)).cut(0) == {} == turns().cut(50)
-    assert turns(prompt(0, 30), prompt(1, 3)).cut(0) == {}
+    assert turns(prompt(0, 30), prompt(1, 3, at=1.0)).cut(0) == {}
     assert turns(prompt(0, 30)).cut(1) == {0: 1} and turns(prompt(0, 9), prompt(1, 1)).cut(1) == {1: 1}
 
 
