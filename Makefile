@@ -60,7 +60,7 @@ matrix: dev
 	$(VENV)/bin/python -m pytest tests/matrix -m "slow or not slow" $(ARGS)
 
 bench-host: install
-	$(VENV)/bin/python -m slipstream.bench.host $(ARGS)
+	$(VENV)/bin/python -m slipstream.bench.micro.host $(ARGS)
 
 verify: install
 	$(VENV)/bin/slipstream verify $(ARGS)
@@ -80,7 +80,7 @@ clean:
 
 # Where two GPUs are: the operations against float64, the executor against the CPU's; the dense table, into docs/benchmarks.md.
 test-gpu: dev
-	$(VENV)/bin/python -m pytest tests/gpu tests/device/test_cuda_host.py $(ARGS)
+	$(VENV)/bin/python -m pytest tests/gpu tests/device/cuda/test_host.py $(ARGS)
 
 bench-gpu: install
-	$(VENV)/bin/python -m slipstream.bench.gpu --markdown docs/benchmarks.md $(ARGS)
+	$(VENV)/bin/python -m slipstream.bench.load.gpu_table --markdown docs/benchmarks.md $(ARGS)

@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("slipstream.commands.chat", "talk with a model in the terminal"),
     "generate": ("slipstream.commands.generate", "complete the prompts of a file, as JSON lines"),
     "pull": ("slipstream.commands.pull", "fetch a model and check it"),
-    "bench": ("slipstream.bench.command", "measure a server under load, or compare two"),
+    "bench": ("slipstream.bench.load.command", "measure a server under load, or compare two"),
     "verify": ("slipstream.commands.verify", "explore the protocol's states, or simulate groups with faults"),
     "trace": ("slipstream.commands.trace", "write the ranks' last seconds as a trace and a picture"),
     "top": ("slipstream.commands.top", "watch a server's ranks, queue, pages and latencies"),

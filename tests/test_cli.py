@@ -67,7 +67,7 @@ def test_an_unknown_model_is_one_line_and_status_1(capsys, tmp_path, monkeypatch
 
 def test_serve_imports_neither_torch_nor_the_http_stack():
     code = (
-        "import sys, slipstream.cli; import slipstream.commands.serve, slipstream.rank.server, slipstream.weights.pull;"
+        "import sys, slipstream.cli; import slipstream.commands.serve, slipstream.process.server, slipstream.weights.pull;"
         "print([m for m in ('torch', 'starlette', 'uvicorn', 'transformers', 'fastapi') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
@@ -80,7 +80,7 @@ def test_a_simulated_rank_imports_no_torch():
         import sys
         from slipstream import config
         from slipstream.device.select import build_executor
-        from slipstream.rank.board import Board
+        from slipstream.process.board import Board
         from slipstream.rank.worker import open_matchers
 
         engine = config.EngineConfig(device="sim")

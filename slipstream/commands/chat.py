@@ -38,7 +38,7 @@ class Local:
     """An engine in child processes of this one."""
 
     def __init__(self, engine: config.EngineConfig):
-        from slipstream import LLM
+        from slipstream.llm import LLM
 
         print(f"loading {engine.model} ...", file=sys.stderr)
         self.llm = LLM(**{name: getattr(engine, name) for name in engine.__dataclass_fields__})
@@ -57,7 +57,7 @@ class Remote:
     """A server with OpenAI's API."""
 
     def __init__(self, base_url: str, model: str | None, key: str | None):
-        from slipstream.bench.http import Client
+        from slipstream.client.http import Client
 
         self.client = Client(base_url, key)
         self.model = model or asyncio.run(_first_model(base_url, key))
@@ -127,7 +127,7 @@ def _answer(pieces: Iterator[str]) -> str:
 
 
 async def _first_model(base_url: str, key: str | None) -> str:
-    from slipstream.bench.http import Client
+    from slipstream.client.http import Client
 
     async with Client(base_url, key) as client:
         return (await client.models())[0]["id"]

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when nothing is broken."""
     from rich.table import Table
 
-    from slipstream.terminal import console
+    from slipstream.system.terminal import console
 
     table = Table("", "", "found", "what to do", box=None, padding=(0, 2, 0, 0), show_header=False)
     broken = False

@@ -98,7 +98,7 @@ def _cuda() -> dict[str, typing.Any]:
 def _print(facts: dict[str, typing.Any]) -> None:
     from rich.table import Table
 
-    from slipstream.terminal import console
+    from slipstream.system.terminal import console
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     cpu, cuda = facts["cpu"], facts["cuda"]

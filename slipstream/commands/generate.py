@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     rows = _read(args.prompts, args.format)
     if not rows:
         raise ConfigError(f"--prompts: {args.prompts} holds no prompt")
-    from slipstream import LLM
+    from slipstream.llm import LLM
 
     llm = LLM(**_fields(engine))
     try:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         from slipstream.graph import launch
 
         return launch.run(engine, server)
-    from slipstream.rank.server import serve
+    from slipstream.process.server import serve
     from slipstream.weights.pull import resolve_model
 
     path = resolve_model(engine.model, weights=engine.load_format != "dummy")

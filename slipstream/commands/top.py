@@ -4,7 +4,7 @@ import argparse
 import time
 from typing import Any
 
-from slipstream.commands import remote
+from slipstream.client import remote
 from slipstream.errors import ConfigError, EngineDown
 
 Metrics = dict[str, list[tuple[dict[str, str], float]]]

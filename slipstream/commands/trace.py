@@ -5,7 +5,7 @@ import json
 import pathlib
 from typing import Any
 
-from slipstream.commands import remote
+from slipstream.client import remote
 from slipstream.errors import ConfigError
 
 COLORS = {"plan": "#f59e0b", "publish": "#a855f7", "launch": "#10b981", "settle": "#ea580c", "device": "#3b82f6"}

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         return _one(args.seed, args.trace)
     if args.simulate:
         return _simulate(*_range(args.seeds), args.jobs)
-    from slipstream.verify.report import check
+    from slipstream.verify.check.report import check
 
     return check(reduced=args.reduced, only=args.protocol)
 
@@ -36,8 +36,8 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _one(seed: int, whole: bool) -> int:
-    from slipstream.verify.scenario import draw
-    from slipstream.verify.simulate import describe, shortest, trace
+    from slipstream.verify.simulate.scenario import draw
+    from slipstream.verify.simulate.seeds import describe, shortest, trace
 
     failure, lines = trace(seed)
     if whole:
@@ -56,8 +56,8 @@ def _one(seed: int, whole: bool) -> int:
 def _simulate(first: int, last: int, jobs: int) -> int:
     from rich.table import Table
 
-    from slipstream.terminal import console
-    from slipstream.verify.simulate import Total, run_seeds
+    from slipstream.system.terminal import console
+    from slipstream.verify.simulate.seeds import Total, run_seeds
 
     total = Total()
     for result in run_seeds(first, last, jobs):

@@ -12,14 +12,26 @@ import numpy as np
 from slipstream.log.batch import Batch, Outcome
 from slipstream.log.request import Request
 
-__all__ = ["Batch", "Capacity", "Executor", "Outcome", "StepFailed"]
+__all__ = ["Batch", "Capacity", "DeviceProgress", "Executor", "Outcome", "StepFailed"]
+
+
+class DeviceProgress(Protocol):
+    """Where a device reports how far it is; the rank's line of the board outside tests."""
+
+    def set(self, field: str, value: int, /) -> None:
+        """Sets one number of this rank's line."""
+        ...
+
+    def device_span(self, start: int, end: int, entry: int, collective: int = 0, /) -> None:
+        """The device ran the step of `entry` from `start` to `end` (nanoseconds of the monotonic clock)."""
+        ...
 
 
 @dataclass(frozen=True)
 class Capacity:
     """What one rank can hold. The group uses the minimum over its ranks."""
 
-    block: int  # tokens of a page; equal on all ranks
+    page_size: int  # tokens of a page; equal on all ranks
     pages: int  # usable pages, the null page 0 not counted: ids are 1..pages
     slots: int
     max_len: int  # tokens per request

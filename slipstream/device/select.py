@@ -3,12 +3,11 @@
 import os
 
 from slipstream.config import EngineConfig
-from slipstream.device.executor import Executor
-from slipstream.rank.board import BoardWriter
+from slipstream.device.executor import DeviceProgress, Executor
 
 
 def build_executor(
-    config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: BoardWriter
+    config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: DeviceProgress
 ) -> tuple[Executor, dict]:
     """The executor of one rank, with its weights loaded, and the model's config (Hugging Face's keys).
 
@@ -22,10 +21,10 @@ def build_executor(
         return SimExecutor(config, model, board), model
     kind = resolve_device(config.device)
     if kind == "cuda":
-        from slipstream.device.cuda_memory import choose_device
+        from slipstream.device.cuda.memory import choose_device
 
         choose_device(rank, size)  # says what is missing before kernels are imported, which need it too
-        from slipstream.device.cuda import build_cuda
+        from slipstream.device.cuda.executor import build_cuda
 
         return build_cuda(config, model_path, rank, size, collective, board)
     return _build_cpu(config, model_path, rank, size, collective, board)
@@ -41,11 +40,11 @@ def resolve_device(name: str) -> str:
 
 
 def _build_cpu(
-    config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: BoardWriter
+    config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: DeviceProgress
 ) -> tuple[Executor, dict]:
-    from slipstream.device.cpu import CpuExecutor
-    from slipstream.layers.shard import Shard
+    from slipstream.device.cpu.executor import CpuExecutor
     from slipstream.ops.collective import SharedMemory, Solo
+    from slipstream.shard import Shard
     from slipstream.weights.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(model_path, config.load_format, config.seed)
@@ -58,7 +57,7 @@ def _build_cpu(
     return CpuExecutor(checkpoint, config, Shard(rank, size), sums, board), checkpoint.config
 
 
-def _show_wait(board: BoardWriter, entered: int, other: int | None) -> None:
+def _show_wait(board: DeviceProgress, entered: int, other: int | None) -> None:
     """Shows whom the device waits for, so that of two ranks in one hanging step the right one is blamed."""
     board.set("collective", entered)
     board.set("sums_with", 0 if other is None else other + 1)

@@ -18,16 +18,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.device.executor import Batch, Capacity, Outcome
+from slipstream.device.executor import Batch, Capacity, DeviceProgress, Outcome
 from slipstream.errors import ConfigError
 from slipstream.log.request import Request, TokenLogprobs
-from slipstream.rank.board import BoardWriter
 
 NO_MASKS: Mapping[int, np.ndarray] = {}
 DEAD_END = "the grammar allows no token here, or finding one costs more than it may"
 DEFAULT_VOCAB = 32_000
 DEFAULT_MAX_LEN = 32_768
-BLOCK = 16  # tokens of a page unless the user says otherwise
+PAGE_SIZE = 16  # tokens of a page unless the user says otherwise
 DEFAULT_PAGES = 65_536
 PAGE_BYTES = 4096  # what a page counts for under --kv-cache-memory-bytes
 
@@ -104,7 +103,7 @@ _ITIMERSPEC = struct.Struct("@qqqq")  # interval, then value; seconds and nanose
 class SimExecutor:
     """Implements `device.executor.Executor` in real time. A step's end is known when it is launched; a timer tells of it."""
 
-    def __init__(self, config: EngineConfig, model: dict, board: BoardWriter | None = None):
+    def __init__(self, config: EngineConfig, model: dict, board: DeviceProgress | None = None):
         self._step = config.sim_step_us * 1e-6
         self._token = config.sim_token_us * 1e-6
         self._vocab = int(model.get("vocab_size", DEFAULT_VOCAB))
@@ -115,9 +114,9 @@ class SimExecutor:
             raise ConfigError(f"--kv-cache-memory-bytes {memory}: a page of the simulated device takes {PAGE_BYTES} bytes")
         spare = config.kv_offload_memory_bytes
         host_pages = pages // 4 if spare is None else spare // PAGE_BYTES
-        block = config.block_size or BLOCK
-        max_len = min(config.max_model_len or max_len, pages * block)
-        self._capacity = Capacity(block, pages, config.max_num_seqs, max_len, 0, host_pages)
+        page_size = config.block_size or PAGE_SIZE
+        max_len = min(config.max_model_len or max_len, pages * page_size)
+        self._capacity = Capacity(page_size, pages, config.max_num_seqs, max_len, 0, host_pages)
         self.copy_seconds = 0.0
         self._board = board
         self._queue: deque[tuple[float, float, Outcome]] = deque()  # (start, end, outcome)

@@ -1,8 +1,9 @@
 """Drives requests through their walks, beside the front end. One event loop, no torch, no threads.
 
-A group is reached through the small `Group` interface below, whether it is a worker process, this process, or a language model
-served by the log. The conductor forwards pieces and credit between groups, holds what a client has not read (bounded by the
-same credit), and ends every request exactly once: by its outputs' ends, by a failure that names a component, or by an abort.
+A group is reached through the small `ComponentGroup` interface below, whether it is a worker process, this process, or a
+language model served by the log. The conductor forwards pieces and credit between groups, holds what a client has not
+read (bounded by the same credit),
+and ends every request exactly once: by its outputs' ends, by a failure that names a component, or by an abort.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from slipstream.errors import BadRequest, EngineDown, SlipstreamError
 from slipstream.graph.chunks import join, size_of, units
 from slipstream.graph.messages import Abort, Done, Failed, Feed, Forget, FromGroup, Open, Piece, Stop, Stored, ToGroup, Took
 from slipstream.graph.model import Edge, Model, Stream
-from slipstream.graph.plan import Plan, make_plan
+from slipstream.graph.plan import WalkPlan, make_plan
 from slipstream.graph.work import MAX_GATHERED
 from slipstream.transport.base import Transport
 
@@ -40,15 +41,15 @@ class Output(NamedTuple):
     last: bool
 
 
-class Group(Protocol):
+class ComponentGroup(Protocol):
     """One group, as the conductor sees it. `send` never blocks; the group calls the `on_` functions on the loop."""
 
     components: tuple[str, ...]
     peer: int  # its number in the transport, -1 for none
     up: bool
-    on_event: Callable[["Group", FromGroup], None]
-    on_up: Callable[["Group"], None]
-    on_down: Callable[["Group", str], None]
+    on_event: Callable[["ComponentGroup", FromGroup], None]
+    on_up: Callable[["ComponentGroup"], None]
+    on_down: Callable[["ComponentGroup", str], None]
 
     def send(self, message: ToGroup) -> None: ...
 
@@ -56,7 +57,7 @@ class Group(Protocol):
 class Run:
     """One request under way. Iterate for its outputs; feed its inputs; stop or abort it."""
 
-    def __init__(self, conductor: "Conductor", id: int, plan: Plan, groups: Sequence[Group]):
+    def __init__(self, conductor: "Conductor", id: int, plan: WalkPlan, groups: Sequence[ComponentGroup]):
         self.id = id
         self.plan = plan
         self.failure: SlipstreamError | None = None
@@ -155,7 +156,7 @@ class Run:
 class Conductor:
     """All requests of one composite model. `transport` is this process's end, for values that lie there."""
 
-    def __init__(self, model: Model, groups: Sequence[Group], transport: Transport | None = None):
+    def __init__(self, model: Model, groups: Sequence[ComponentGroup], transport: Transport | None = None):
         self.model = model
         self.groups = list(groups)
         self.transport = transport
@@ -165,7 +166,7 @@ class Conductor:
         for group in groups:
             group.on_event, group.on_up, group.on_down = self._event, self.forget, self._down
 
-    def group_of(self, place: str) -> Group:
+    def group_of(self, place: str) -> ComponentGroup:
         return self._group_of[place.split(".")[0]]
 
     def open(
@@ -196,7 +197,7 @@ class Conductor:
         elif (group := self.group_of(source)) in run._open:
             group.send(Took(run.id, i, count))
 
-    def _event(self, group: Group, event: FromGroup) -> None:
+    def _event(self, group: ComponentGroup, event: FromGroup) -> None:
         run = self.runs.get(event.id)
         match event:
             case Piece():
@@ -232,7 +233,7 @@ class Conductor:
         self.transport.release([value.id])
         return copy
 
-    def _answered(self, run: Run, group: Group) -> None:
+    def _answered(self, run: Run, group: ComponentGroup) -> None:
         """A group has no more of this request. What still goes there is thrown away there, so its producers get free credit."""
         if group not in run._open:
             return
@@ -250,7 +251,7 @@ class Conductor:
         for group in list(run._open):
             group.send(Abort(run.id))
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: ComponentGroup) -> None:
         """What a group's process held in the transport is released; called when it has gone and before its successor serves."""
         if group.peer < 0:
             return
@@ -260,7 +261,7 @@ class Conductor:
             if other is not group and other.up:
                 other.send(Forget(group.peer))
 
-    def _down(self, group: Group, reason: str) -> None:
+    def _down(self, group: ComponentGroup, reason: str) -> None:
         """A group's process is gone: each request of it ends with one error; the others go on."""
         self.forget(group)
         for run in [r for r in self.runs.values() if group in r._open]:

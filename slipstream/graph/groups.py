@@ -1,4 +1,7 @@
-"""Groups as the conductor's `Group`: functions in this process, a worker process, a coroutine. One event loop, no torch."""
+"""Groups as the conductor's `ComponentGroup`: functions in this process, a worker process, a coroutine.
+
+One event loop, no torch.
+"""
 
 import asyncio
 import socket
@@ -11,7 +14,7 @@ import numpy as np
 
 from slipstream.errors import BadRequest
 from slipstream.graph.chunks import join
-from slipstream.graph.conductor import Group
+from slipstream.graph.conductor import ComponentGroup
 from slipstream.graph.messages import (
     INLINE,
     ROOM_WAIT,
@@ -31,7 +34,7 @@ from slipstream.graph.messages import (
     with_value,
 )
 from slipstream.graph.model import Edge, Model
-from slipstream.graph.plan import Plan, make_plan
+from slipstream.graph.plan import WalkPlan, make_plan
 from slipstream.graph.work import Work
 from slipstream.transport.base import Transport, TransportError, TransportFull
 
@@ -45,9 +48,9 @@ class LocalGroup:
     def __init__(self, work: Work):
         self.work = work
         self.components = tuple(c.name for c in work.components)
-        self.on_event: Callable[[Group, FromGroup], None]
-        self.on_up: Callable[[Group], None]
-        self.on_down: Callable[[Group, str], None]
+        self.on_event: Callable[[ComponentGroup, FromGroup], None]
+        self.on_up: Callable[[ComponentGroup], None]
+        self.on_down: Callable[[ComponentGroup, str], None]
         self._pumping = False
 
     def send(self, message: ToGroup) -> None:
@@ -80,9 +83,9 @@ class ProcessGroup:
         self.peer = peer
         self.up = False
         self.transport = transport
-        self.on_event: Callable[[Group, FromGroup], None]
-        self.on_up: Callable[[Group], None]
-        self.on_down: Callable[[Group, str], None]
+        self.on_event: Callable[[ComponentGroup, FromGroup], None]
+        self.on_up: Callable[[ComponentGroup], None]
+        self.on_down: Callable[[ComponentGroup, str], None]
         self._writer: asyncio.StreamWriter | None = None
         self._waiting: deque[Any] = deque()  # messages behind one that the transport has no room for
         self._since = 0.0  # when the first of them began to wait
@@ -175,11 +178,11 @@ class TaskGroup:
     def __init__(self, model: Model, component: str, serve: Serve):
         self.components = (component,)
         self.up = True
-        self.on_event: Callable[[Group, FromGroup], None]
-        self.on_up: Callable[[Group], None]
-        self.on_down: Callable[[Group, str], None]
+        self.on_event: Callable[[ComponentGroup, FromGroup], None]
+        self.on_up: Callable[[ComponentGroup], None]
+        self.on_down: Callable[[ComponentGroup, str], None]
         self._model, self._serve = model, serve
-        self._requests: dict[int, tuple[Plan, dict[str, Any]]] = {}
+        self._requests: dict[int, tuple[WalkPlan, dict[str, Any]]] = {}
         self._tasks: dict[int, asyncio.Task] = {}
 
     def send(self, message: ToGroup) -> None:
@@ -227,7 +230,7 @@ class TaskGroup:
         plan, _ = self._requests[id]
         self.on_event(self, Piece(id, i, value, last, plan.link(i).target.split(".")[0]))
 
-    def _links(self, plan: Plan, port: str) -> list[int]:
+    def _links(self, plan: WalkPlan, port: str) -> list[int]:
         return [i for i in plan.links if plan.link(i).source == f"{self.components[0]}.{port}"]
 
     def _finish(self, id: int, ends: bool) -> None:

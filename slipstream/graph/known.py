@@ -4,7 +4,7 @@ from typing import Any
 
 KNOWN: dict[str, dict[str, Any]] = {
     "voice": {
-        "model": "slipstream.models.voice:VOICE",
+        "model": "slipstream.components.voice:VOICE",
         "name": "voice",
         "groups": {
             "hear": {"components": ["encoder"]},

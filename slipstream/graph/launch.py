@@ -15,8 +15,8 @@ from slipstream.errors import ConfigError
 from slipstream.graph.model import Model
 from slipstream.graph.placement import Placement, load
 from slipstream.graph.worker import FRONT, WorkerSpec
-from slipstream.rank.group import Spec
-from slipstream.rank.server import Others, serve
+from slipstream.process.group import Spec
+from slipstream.process.server import Others, serve
 from slipstream.transport.arena import Arena
 from slipstream.weights.pull import resolve_model
 

@@ -1,6 +1,6 @@
 """Where the components of a composite model run: a YAML file, or a known name, to a checked value. Torch-free.
 
-    model: slipstream.models.voice:VOICE   # package.module:NAME of the model's value
+    model: slipstream.components.voice:VOICE   # package.module:NAME of the model's value
     name: voice                            # what clients call it
     target_itl_ms: 100                     # no step beside a decoder may take longer
     groups:

@@ -9,7 +9,7 @@ from slipstream.graph.model import Link, Model, Walk
 
 
 @dataclass(frozen=True)
-class Plan:
+class WalkPlan:
     """What a request runs: `links` are indexes into the walk's, in its order."""
 
     walk: Walk
@@ -24,7 +24,7 @@ class Plan:
 
 def make_plan(
     model: Model, walk_name: str, wanted: Collection[str] | None = None, given: Collection[str] | None = None
-) -> Plan:
+) -> WalkPlan:
     """The plan of a request that gives `given` inputs and wants `wanted` outputs (default: all of the walk's).
 
     Everything that does not lead to a wanted output is left out. Raises BadRequest, naming walk, component and edge, if a
@@ -59,7 +59,7 @@ def make_plan(
     unread = [p for p in have if not any(walk.links[i].source == f"in.{p}" for i in links)]
     if unread and given is not None:
         raise BadRequest(f"walk {walk.name}: input {unread[0]} leads to none of the outputs {', '.join(want)}", unread[0])
-    return Plan(walk, tuple(p for p in have if p not in unread), want, components, links)
+    return WalkPlan(walk, tuple(p for p in have if p not in unread), want, components, links)
 
 
 @lru_cache(maxsize=256)

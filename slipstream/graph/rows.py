@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.graph.chunks import Chunk, Cutter
 from slipstream.graph.model import Component, Fork
-from slipstream.graph.plan import Plan
+from slipstream.graph.plan import WalkPlan
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ StepFunction = Callable[[Sequence[Row]], Sequence[Result]]
 class Job:
     """One component's part of one request."""
 
-    request: "Request"
+    request: "ComponentRequest"
     component: Component
     cutters: dict[str, Cutter]
     looped: frozenset[str]  # inputs that a loop alone feeds: not needed for the first step
@@ -59,11 +59,11 @@ class Job:
 
 
 @dataclass(eq=False)
-class Request:
+class ComponentRequest:
     """A group's part of one request."""
 
     id: int
-    plan: Plan
+    plan: WalkPlan
     params: dict[str, Any]
     jobs: dict[str, Job]
     credit: dict[int, int]  # by link: pieces of a stream that may still be sent

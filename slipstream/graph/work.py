@@ -16,7 +16,7 @@ from slipstream.graph.chunks import Chunk, Cutter, join, size_of
 from slipstream.graph.messages import Abort, Done, Failed, Feed, FromGroup, Open, Piece, Stop, Took, ToWork
 from slipstream.graph.model import Component, Edge, Loop, Model, Stream, policy_of
 from slipstream.graph.plan import make_plan
-from slipstream.graph.rows import Job, Request, Result, Row, StepFunction
+from slipstream.graph.rows import ComponentRequest, Job, Result, Row, StepFunction
 
 MAX_GATHERED = 64 << 20  # bytes (or characters) that an Edge gathers of one request
 
@@ -28,7 +28,7 @@ class Work:
         self.model = model
         self.steps = steps
         self.components = [model.by_name[name] for name in components]
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, ComponentRequest] = {}
         self.effects: list[FromGroup] = []
         self.released: list[int] = []
         self._names = frozenset(components)
@@ -63,7 +63,7 @@ class Work:
     def _open(self, m: Open) -> None:
         plan = make_plan(self.model, m.walk, m.wanted)
         here = [name for name in plan.components if name in self._names]
-        request = Request(m.id, plan, m.params, {}, {})
+        request = ComponentRequest(m.id, plan, m.params, {}, {})
         for name in here:
             request.jobs[name] = self._job(request, self.model.by_name[name])
         for i in plan.links:
@@ -72,7 +72,7 @@ class Work:
                 request.credit[i] = link.window
         self.requests[m.id] = request
 
-    def _job(self, request: Request, c: Component) -> Job:
+    def _job(self, request: ComponentRequest, c: Component) -> Job:
         plan, name = request.plan, c.name
         inbound: dict[str, list[int]] = {port: [] for port in c.inputs}
         routes: dict[str, list[int]] = {port: [] for port in c.outputs}
@@ -93,7 +93,7 @@ class Work:
         fork = next((f for f in plan.walk.forks if f.component == name), None)
         return Job(request, c, cutters, looped, {p: tuple(links) for p, links in routes.items()}, fork)
 
-    def _feed(self, request: Request, m: Feed) -> None:
+    def _feed(self, request: ComponentRequest, m: Feed) -> None:
         name, port = request.plan.link(m.link).target.split(".")
         job = request.jobs[name]
         self._push(job, port, m.link, m.value, m.last, m.tag)
@@ -111,7 +111,7 @@ class Work:
         if not job.busy:  # else a step may be reading what is spent; settle gives it back
             self._spend(job.request, cutter)
 
-    def _spend(self, request: Request, cutter: Cutter) -> None:
+    def _spend(self, request: ComponentRequest, cutter: Cutter) -> None:
         """Gives back what a cutter no longer needs: credit to the producer, the tag to the transport."""
         counts: dict[int, int] = {}
         for link, tag in cutter.spent:
@@ -276,12 +276,12 @@ class Work:
         if turn >= until.steps:
             self._end_loop(request, i)
 
-    def _end_loop(self, request: Request, i: int) -> None:
+    def _end_loop(self, request: ComponentRequest, i: int) -> None:
         if i not in request.closed:
             request.closed.add(i)
             self._send(request, i, None, True)
 
-    def _send(self, request: Request, i: int, value: Any, last: bool) -> None:
+    def _send(self, request: ComponentRequest, i: int, value: Any, last: bool) -> None:
         name, port = request.plan.link(i).target.split(".")
         if name in request.jobs:
             job = request.jobs[name]
@@ -319,7 +319,7 @@ class Work:
                 gathered = job.request.gathered.pop(i, None)
                 self._send(job.request, i, join(gathered) if gathered else None, True)
 
-    def _close(self, request: Request) -> None:
+    def _close(self, request: ComponentRequest) -> None:
         if request.id in self.requests and all(job.ended for job in request.jobs.values()):
             del self.requests[request.id]
             self.effects.append(Done(request.id))
@@ -334,7 +334,7 @@ class Work:
             self._drop(self.requests[id])
             self.effects.append(Failed(id, component, message))
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: ComponentRequest) -> None:
         """Forgets a request and releases what it holds."""
         if self.requests.pop(request.id, None) is None:
             return

@@ -37,9 +37,9 @@ from slipstream.graph.model import Model
 from slipstream.graph.placement import resolve
 from slipstream.graph.rows import Row
 from slipstream.graph.work import Work
-from slipstream.rank.board import Board, BoardWriter
-from slipstream.rank.control import MAX_REASON, Control, begin_member, report_ready
-from slipstream.rank.protocol import Begin, Fault, Front, Loaded, Setup
+from slipstream.process.board import Board, BoardWriter
+from slipstream.process.control import MAX_REASON, Control, begin_member, report_ready
+from slipstream.process.protocol import Begin, Fault, Front, Loaded, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
 

@@ -8,7 +8,7 @@ import numpy as np
 from slipstream.log.request import Request, TokenLogprobs
 
 
-class Seat(NamedTuple):
+class InitSlot(NamedTuple):
     """Queue the writing of a slot's tables."""
 
     slot: int
@@ -29,7 +29,7 @@ class Restore(NamedTuple):
     pages: tuple[int, ...]
 
 
-Call = Seat | Offload | Restore
+DeviceOp = InitSlot | Offload | Restore
 
 
 @dataclass(frozen=True, eq=False)

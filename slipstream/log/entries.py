@@ -66,18 +66,18 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """One record of the log. Outcomes through entry `settled_to` are applied before the commands.
 
-    `told` counts the messages of other kinds that were sent between the entry before and this one: by it a rank knows at once
-    of one that it has not had.
+    `side_messages` counts the messages of other kinds that were sent between the entry before and this one, so that a rank
+    notices at once when one of them is missing.
     """
 
     seq: int
     settled_to: int
     commands: tuple[Command, ...] = ()
     step: Step | None = None
-    told: int = 0
+    side_messages: int = 0
 
 
-class Body(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class RequestBody(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """A request's body, sent ahead of the entry that admits it. One with a grammar is answered by a Prepared."""
 
     request: Request
@@ -109,5 +109,5 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=12):
     existed: tuple[bool, ...] = ()
 
 
-ToFollower = Entry | Body | Forget
+ToFollower = Entry | RequestBody | Forget
 FromFollower = Reply | Prepared

@@ -10,12 +10,12 @@ from hashlib import blake2b
 KEY_BYTES = 16
 
 
-def page_keys(tokens: bytes, block: int, salt: bytes = b"", parent: bytes = b"", first: int = 0) -> list[bytes]:
+def page_keys(tokens: bytes, page_size: int, salt: bytes = b"", parent: bytes = b"", first: int = 0) -> list[bytes]:
     """Chained content keys of the full pages of packed int32 `tokens`, from page `first` on.
 
     A key covers the salt and all tokens up to the page's end. `parent` is the key of page first - 1.
     """
-    size = 4 * block
+    size = 4 * page_size
     keys: list[bytes] = []
     key = parent or blake2b(salt, digest_size=KEY_BYTES, person=b"slipstream.page").digest()
     for at in range(first * size, len(tokens) - size + 1, size):

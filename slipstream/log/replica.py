@@ -7,13 +7,13 @@ that followers call.
 
 import numpy as np
 
-from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
+from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
 from slipstream.log.entries import Step
 from slipstream.log.grammar import Matcher
 from slipstream.log.pages import page_keys
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled, settle
-from slipstream.log.state import FREE, I32, PREEMPTED, RUNNING, Flight, ReplicaState
+from slipstream.log.state import FREE, I32, PREEMPTED, RUNNING, InFlightStep, ReplicaState
 
 NO_PAGES = np.zeros((0, 3), I32)
 
@@ -33,28 +33,28 @@ class Replica(ReplicaState):
             keys = self.keys[slot]
         else:
             self.free_slots.remove(slot)
-            self._seat(slot, request, keys, matcher)
+            self._init_slot(slot, request, keys, matcher)
         known = int(self.target[slot])
-        block = self.limits.block
+        page_size = self.limits.page_size
         cached: list[int] = []
         if request.sampling.prompt_logprobs < 0:
-            cached = self.pages.find(keys[: (known - 1) // block])
+            cached = self.pages.find(keys[: (known - 1) // page_size])
         for page in cached:
             self.pages.share(page)
-        row = self.table[slot]
-        need = -(-known // block)
+        row = self.page_table[slot]
+        need = -(-known // page_size)
         for column in range(need):
             page = cached[column] if column < len(cached) else self.pages.take()
             row[column] = page
             self.fresh_pages.append((slot, column, page))
         self.held[slot] = need
-        self.launched[slot] = max(len(cached) * block, self._restore(slot, len(cached)))
+        self.launched[slot] = max(len(cached) * page_size, self._restore(slot, len(cached)))
         self.phase[slot] = RUNNING
         self.prefilling.append(slot)
         self.changes.append(b"A%d,%d,%d;" % (slot, request.id, len(cached)) + row[:need].tobytes())
-        return len(cached) * block
+        return len(cached) * page_size
 
-    def _seat(self, slot: int, request: Request, keys: list[bytes], matcher: Matcher | None) -> None:
+    def _init_slot(self, slot: int, request: Request, keys: list[bytes], matcher: Matcher | None) -> None:
         prompt = np.frombuffer(request.prompt, I32)
         n = len(prompt)
         self.requests[slot] = request
@@ -69,17 +69,17 @@ class Replica(ReplicaState):
             self.stop_ids[stop] = self.stop_ids.get(stop, 0) + 1
         if matcher is not None:
             self.matchers[slot] = matcher
-        self.calls.append(Seat(slot, request))
+        self.calls.append(InitSlot(slot, request))
 
     def _restore(self, slot: int, cached: int) -> int:
         """Brings back what a preemption copied to the host, from column `cached` on; returns how many tokens are there."""
         tokens, host = self.offloaded.pop(slot, (0, ()))
         if len(host) > cached:
-            pages = self.table[slot, cached : len(host)].tolist()
+            pages = self.page_table[slot, cached : len(host)].tolist()
             self.calls.append(Restore(host[cached:], tuple(pages)))
             keys = self.keys[slot]
-            for column in range(cached, min(tokens // self.limits.block, len(keys))):
-                self.pages.publish(int(self.table[slot, column]), keys[column])
+            for column in range(cached, min(tokens // self.limits.page_size, len(keys))):
+                self.pages.publish(int(self.page_table[slot, column]), keys[column])
         self.free_host.extend(host)
         return tokens
 
@@ -93,8 +93,8 @@ class Replica(ReplicaState):
             self.changes.append(b"D?%d,%d;" % (slot, id))
             return False
         if kept >= 0:
-            for column in range((request.prompt_len + kept) // self.limits.block, int(self.held[slot])):
-                self.pages.forget(int(self.table[slot, column]))
+            for column in range((request.prompt_len + kept) // self.limits.page_size, int(self.held[slot])):
+                self.pages.forget(int(self.page_table[slot, column]))
         self._release_pages(slot)
         self.leave(slot)
         self.ended = [e for e in self.ended if e.slot != slot]
@@ -120,7 +120,7 @@ class Replica(ReplicaState):
         """
         assert self.phase[slot] == RUNNING
         if keep:
-            pages = self.table[slot, : -(-int(self.launched[slot]) // self.limits.block)].tolist()
+            pages = self.page_table[slot, : -(-int(self.launched[slot]) // self.limits.page_size)].tolist()
             host = tuple(self.free_host.pop() for _ in pages)
             self.offloaded[slot] = (int(self.launched[slot]), host)
             self.calls.append(Offload(tuple(pages), host))
@@ -132,7 +132,7 @@ class Replica(ReplicaState):
 
     def _release_pages(self, slot: int) -> None:
         for column in range(int(self.held[slot]) - 1, -1, -1):
-            self.pages.release(int(self.table[slot, column]))
+            self.pages.release(int(self.page_table[slot, column]))
         self.held[slot] = 0
         if self.fresh_pages:
             self.fresh_pages = [t for t in self.fresh_pages if t[0] != slot]
@@ -141,7 +141,7 @@ class Replica(ReplicaState):
 
     def prompt_keys(self, request: Request) -> list[bytes]:
         """Content keys of the prompt's full pages; none where pages cannot be found again."""
-        return page_keys(request.prompt, self.limits.block, request.salt) if self.limits.caching else []
+        return page_keys(request.prompt, self.limits.page_size, request.salt) if self.limits.caching else []
 
     def masked(self, batch: Batch) -> bool:
         """Whether a sampling row of the batch is bound by a grammar."""
@@ -149,7 +149,7 @@ class Replica(ReplicaState):
 
     def pages_wanted(self, slots: np.ndarray) -> np.ndarray:
         """Which of these decoding slots need a page for their next row, as a bool column."""
-        return self.launched[slots] == self.held[slots] * self.limits.block
+        return self.launched[slots] == self.held[slots] * self.limits.page_size
 
     def launch(self, seq: int, step: Step) -> Batch:
         """Moves the state past one step and returns its rows. The caller has made sure that pages are there."""
@@ -183,7 +183,7 @@ class Replica(ReplicaState):
         self._move_on(slots, samples, decodes)
         chunks = ((s, self.requests[s]) for s in slots[decodes:].tolist())
         scored = tuple((s, r.id) for s, r in chunks if r.sampling.prompt_logprobs >= 0)
-        self.flights.append(Flight(seq, sampling, self.epoch[sampling], scored))
+        self.flights.append(InFlightStep(seq, sampling, self.epoch[sampling], scored))
         return self._batch(seq, slots.astype(np.int32), starts, counts, samples, decodes)
 
     def _launch_decode(self, seq: int) -> Batch:
@@ -203,7 +203,7 @@ class Replica(ReplicaState):
         full = targets >= self.limit[slots]
         if np.count_nonzero(full):
             self.decoding = slots[~full]
-        self.flights.append(Flight(seq, slots, self.epoch[slots], ()))
+        self.flights.append(InFlightStep(seq, slots, self.epoch[slots], ()))
         return self._batch(seq, packed, starts, self._ones[:n], self._trues[:n], n)
 
     def _batch(
@@ -224,16 +224,16 @@ class Replica(ReplicaState):
         for slot in decoding[wanted].tolist():
             page = self.pages.take()
             column = int(self.held[slot])
-            self.table[slot, column] = page
+            self.page_table[slot, column] = page
             self.held[slot] = column + 1
             self.fresh_pages.append((slot, column, page))
 
     def _publish_prompt(self, slot: int, start: int, end: int) -> None:
         """Indexes the known pages that a chunk completes. Sound before it has run: later readers are later in the stream."""
         keys = self.keys[slot]
-        block = self.limits.block
-        for column in range(start // block, min(end // block, len(keys))):
-            page = int(self.table[slot, column])
+        page_size = self.limits.page_size
+        for column in range(start // page_size, min(end // page_size, len(keys))):
+            page = int(self.page_table[slot, column])
             if page not in self.pages.keys:
                 self.pages.publish(page, keys[column])
 

@@ -6,7 +6,7 @@ Imports only the standard library and msgspec. Token ids travel as packed little
 import msgspec
 
 
-class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the tokens of one request are chosen. All values are validated by the front end.
 
     A draw is a counter keyed by (seed, choice, position), so it depends on no batch, rank, order or mode.
@@ -51,10 +51,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     id: int  # unique in a group's life; chosen by the front end
     prompt: bytes  # int32 little-endian token ids, at least one
     max_tokens: int  # generated tokens at most, at least one; prompt + max_tokens <= max_model_len
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     priority: int = 0  # smaller runs earlier (as vLLM has it)
     salt: bytes = b""  # separates prefix-cache namespaces
-    grammar: bytes = b""  # serialized grammar specification, b"" for none; see ops/grammar.py
+    grammar: bytes = b""  # serialized grammar specification, b"" for none; see grammar/matcher.py
 
     @property
     def prompt_len(self) -> int:

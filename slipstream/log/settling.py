@@ -47,7 +47,7 @@ def settle(state: ReplicaState, outcome: Outcome) -> Settled:
     state.tokens[slots, at] = tokens
     state.committed[slots] = after
     if state.limits.caching:
-        inside = at % state.limits.block
+        inside = at % state.limits.page_size
         if np.count_nonzero(inside) < len(slots):
             _publish_generated(state, slots[inside == 0].tolist())
     if state.matchers:
@@ -106,17 +106,17 @@ def _publish_generated(state: ReplicaState, slots: list[int]) -> None:
 
     The row that wrote a page's last token has settled when the token after it is known, which is when this is called.
     """
-    block = state.limits.block
+    page_size = state.limits.page_size
     for slot in slots:
         keys = state.keys[slot]
-        full = (int(state.committed[slot]) - 1) // block
+        full = (int(state.committed[slot]) - 1) // page_size
         if len(keys) < full:
             first = len(keys)
-            text = state.tokens[slot, first * block : full * block].tobytes()
-            keys += page_keys(text, block, state.requests[slot].salt, keys[-1] if keys else b"")
+            text = state.tokens[slot, first * page_size : full * page_size].tobytes()
+            keys += page_keys(text, page_size, state.requests[slot].salt, keys[-1] if keys else b"")
             if state.phase[slot] == PREEMPTED:
                 continue  # its pages are gone
             for column in range(first, full):
-                page = int(state.table[slot, column])
+                page = int(state.page_table[slot, column])
                 if column < state.held[slot] and page not in state.pages.keys:
                     state.pages.publish(page, keys[column])

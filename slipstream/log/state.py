@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from slipstream.log.batch import Call
+from slipstream.log.batch import DeviceOp
 from slipstream.log.grammar import Matcher
 from slipstream.log.pages import Pages
 from slipstream.log.request import Request
@@ -32,12 +32,12 @@ class Limits(NamedTuple):
     pages: int
     slots: int
     max_len: int  # tokens of one request, prompt and answer
-    block: int = 16  # tokens of a page
+    page_size: int = 16  # tokens of a page
     caching: bool = True  # whether pages can be found again by content
     host_pages: int = 0  # pages in host memory for requests that are preempted, numbered from 0
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A launched step that is not settled yet: its sampling rows."""
 
     seq: int
@@ -61,7 +61,7 @@ class ReplicaState:
     def __init__(self, limits: Limits):
         self.limits = limits
         slots = limits.slots
-        self.width = -(-limits.max_len // limits.block)  # columns of a block table
+        self.width = -(-limits.max_len // limits.page_size)  # columns of a block table
         self.pages = Pages(limits.pages)
         self.free_slots = list(range(slots - 1, -1, -1))  # popped from the end
         self.requests: dict[int, Request] = {}  # slot -> request
@@ -76,18 +76,18 @@ class ReplicaState:
         self.held = np.zeros(slots, np.int32)  # pages in the block table
         self.last_row = np.full(slots, -1, np.int64)  # the entry of the slot's latest row
         self.tokens = np.zeros((slots, limits.max_len), I32)
-        self.table = np.zeros((slots, self.width), I32)
+        self.page_table = np.zeros((slots, self.width), I32)
         # slots with one row per step, in order of joining; replaced, never changed; intp, with which numpy indexes fastest
         self.decoding = np.zeros(0, np.intp)
         self._packed = (self.decoding, np.zeros(0, np.int32))  # `decoding` and the same as int32
         self.prefilling: list[int] = []  # slots with launched < target, in order of joining
         self.ended: list[Ended] = []  # in order of ending, not dropped yet
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[InFlightStep] = deque()
         self.settled_to = -1  # entries through this one are settled
         self.fresh_pages: list[tuple[int, int, int]] = []  # (slot, column, page) not yet in a batch
         self.free_host = list(range(limits.host_pages - 1, -1, -1))  # popped from the end
         self.offloaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot -> (tokens, host pages)
-        self.calls: list[Call] = []  # asked of the device by commands, in order, not yet taken
+        self.calls: list[DeviceOp] = []  # asked of the device by commands, in order, not yet taken
         self.stop_ids: dict[int, int] = {}  # stop token -> how many slots name it
         self.matchers: dict[int, Matcher] = {}  # slot -> its grammar's state
         self.digest = bytes(8)
@@ -126,7 +126,7 @@ class ReplicaState:
         for s in sorted(self.requests):
             numbers = (self.launched, self.target, self.committed, self.held, self.last_row)
             known = self.tokens[s, : self.committed[s]].tobytes()
-            table = self.table[s, : self.held[s]].tobytes()
+            table = self.page_table[s, : self.held[s]].tobytes()
             live.append((s, self.requests[s].id, int(self.phase[s]), *(int(c[s]) for c in numbers), known, table))
         return (
             tuple(live),

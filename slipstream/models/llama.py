@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.layers.rotary import rotary_table
-from slipstream.layers.shard import Heads
+from slipstream.models.rotary import rotary_table
 from slipstream.ops.interface import Attention, Ops, Step
+from slipstream.shard import Heads
 
 Part = tuple[int, int]  # [start, stop)
 
@@ -25,8 +25,8 @@ class DenseConfig:
     hidden: int
     intermediate: int
     layers: int
-    queries: int
-    keys: int
+    num_q_heads: int
+    num_kv_heads: int
     head_dim: int
     eps: float
     max_len: int
@@ -41,18 +41,18 @@ class DenseConfig:
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
         refuse_sliding_window(config)
-        queries = config["num_attention_heads"]
-        keys = config.get("num_key_value_heads") or queries
-        if queries % keys:
-            raise ModelError(f"num_attention_heads {queries} is not a multiple of num_key_value_heads {keys}")
+        num_q_heads = config["num_attention_heads"]
+        num_kv_heads = config.get("num_key_value_heads") or num_q_heads
+        if num_q_heads % num_kv_heads:
+            raise ModelError(f"num_attention_heads {num_q_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
         return cls(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
             layers=config["num_hidden_layers"],
-            queries=queries,
-            keys=keys,
-            head_dim=config.get("head_dim") or config["hidden_size"] // queries,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // num_q_heads,
             eps=config.get("rms_norm_eps", 1e-6),
             max_len=config["max_position_embeddings"],
             tied=bool(config.get("tie_word_embeddings", False)),
@@ -105,11 +105,11 @@ class Llama:
         self.config = c = self.read_config(config)
         self.ops = ops
         self.checkpoint = checkpoint
-        heads = ops.shard.heads(c.queries, c.keys)
+        heads = ops.shard.heads(c.num_q_heads, c.num_kv_heads)
         self.vocab = c.vocab
         self.vocab_part = ops.shard.even(c.vocab)
         self.max_len = min(max_len or c.max_len, c.max_len)
-        self.cache = CacheShape(c.layers, heads.keys, c.head_dim)
+        self.cache = CacheShape(c.layers, heads.num_kv_heads, c.head_dim)
         rotary = ops.tensor(rotary_table(config, c.head_dim, self.max_len))
         self.layers = [self._layer(i, heads, rotary) for i in range(c.layers)]
         self.norm = self.norm_weight("model.norm.weight", c.hidden)
@@ -164,7 +164,7 @@ class Llama:
             norm=self.norm_weight(prefix + "input_layernorm.weight", c.hidden),
             qkv=self._qkv(prefix + "self_attn.", heads),
             attention=Attention(i, heads, d, d**-0.5, rotary, q_norm, k_norm),
-            out=self._row_parallel(prefix + "self_attn.o_proj", c.queries * d, q, c.output_bias),
+            out=self._row_parallel(prefix + "self_attn.o_proj", c.num_q_heads * d, q, c.output_bias),
             mlp_norm=self.norm_weight(prefix + "post_attention_layernorm.weight", c.hidden),
             gate_up=self._gate_up(prefix + "mlp.", mlp),
             down=self._row_parallel(prefix + "mlp.down_proj", c.intermediate, mlp, c.mlp_bias),
@@ -175,7 +175,7 @@ class Llama:
         c = self.config
         q = (heads.q_start * c.head_dim, heads.q_stop * c.head_dim)
         kv = (heads.kv_start * c.head_dim, heads.kv_stop * c.head_dim)
-        parts = [("q_proj", c.queries, q), ("k_proj", c.keys, kv), ("v_proj", c.keys, kv)]
+        parts = [("q_proj", c.num_q_heads, q), ("k_proj", c.num_kv_heads, kv), ("v_proj", c.num_kv_heads, kv)]
         weight = torch.cat([self._read(f"{prefix}{name}.weight", (n * c.head_dim, c.hidden), part) for name, n, part in parts])
         if not c.attention_bias:
             return self.ops.weight(weight)

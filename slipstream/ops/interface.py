@@ -1,6 +1,6 @@
 """What a model asks of a device: one namespace of operations, the seam between `models/` and the kernels.
 
-`ops/plain.py` is the PyTorch implementation (the CPU's, and the reference of every other); a CUDA namespace with the same
+`ops/cpu/ops.py` is the PyTorch implementation (the CPU's, and the reference of every other); a CUDA namespace with the same
 methods takes its place without a change in any model. A model never sees block tables, lengths or streams: it hands the
 `step` it was given back to the operations that need them. Every collective of a forward is inside `embed` and `add_norm`, so
 which ones run, and their shapes, follow from the step's padded token count alone.
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.layers.shard import Heads, Shard
+from slipstream.shard import Heads, Shard
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.layers.shard import split_evenly
-from slipstream.log.request import Sampling, TokenLogprobs
+from slipstream.log.request import SamplingParams, TokenLogprobs
 from slipstream.ops.collective import Collective
 from slipstream.ops.sampling import adjust, best_of, choose, draw_key, gumbel, noise_bits, spread, token_logprobs, unpack_mask
+from slipstream.shard import split_evenly
 
 NO_TOKEN = "no token is allowed here"
 # Other parameters may forbid what a grammar allows, and a grammar may cost too much only here.
@@ -28,7 +28,7 @@ class SampleRow:
     """A row that samples. `tokens` int32: its prompt and all tokens before the one to be drawn, a view of the slot's table."""
 
     slot: int
-    sampling: Sampling
+    sampling: SamplingParams
     prompt_len: int
     tokens: np.ndarray
     mask: np.ndarray | None = None  # uint32 bits of the ids that a grammar allows

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.log.request import Sampling, TokenLogprobs
+from slipstream.log.request import SamplingParams, TokenLogprobs
 
 _U64 = 0xFFFFFFFFFFFFFFFF
 _ROUNDS = ((16, False, 0x7FEB352D), (15, True, 0x846CA68B), (16, False, 0x7FEB352D), (15, False, 0x846CA68B))
@@ -91,7 +91,7 @@ def _one_logprob(row: np.ndarray, total: float, token: int, top: int) -> TokenLo
     return TokenLogprobs(float(own) - total, rank, best.tolist(), (row[best].astype(np.float64) - total).tolist())
 
 
-def adjust(logits: Tensor, sampling: Sampling, tokens: np.ndarray, prompt_len: int) -> None:
+def adjust(logits: Tensor, sampling: SamplingParams, tokens: np.ndarray, prompt_len: int) -> None:
     """Everything before the temperature, in place on one row float32 [vocab].
 
     `tokens` int32 are the row's prompt and all tokens generated so far. Presence and frequency penalties count generated
@@ -117,7 +117,7 @@ def adjust(logits: Tensor, sampling: Sampling, tokens: np.ndarray, prompt_len: i
         logits[torch.from_numpy(ids.astype(np.int64))] -= torch.from_numpy(weights.astype(np.float32))
 
 
-def survivors(scores: np.ndarray, sampling: Sampling) -> np.ndarray | None:
+def survivors(scores: np.ndarray, sampling: SamplingParams) -> np.ndarray | None:
     """Ids, ascending, that min_p, top_k and top_p leave of logits / temperature float32 [vocab]; None where none is set.
 
     Tokens that tie with the last one kept stay too; at least the best stays.
@@ -159,7 +159,7 @@ def _at_least(scores: np.ndarray, best: np.floating, enough: Callable[[np.ndarra
     return np.arange(len(scores))
 
 
-def choose(logits: Tensor, sampling: Sampling, position: int) -> int:
+def choose(logits: Tensor, sampling: SamplingParams, position: int) -> int:
     """The token of one adjusted row, drawn for `position`; the lowest id among equals. -1 where no token is allowed."""
     best = logits.max()
     if not bool(best.isfinite()):

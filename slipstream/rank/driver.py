@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 from slipstream.device.executor import Executor, StepFailed
 from slipstream.errors import Diverged
-from slipstream.log.batch import Offload, Restore, Seat
+from slipstream.log.batch import InitSlot, Offload, Restore
 from slipstream.log.entries import Prepared
-from slipstream.rank.board import PHASE_ID, STATES, BoardWriter
-from slipstream.rank.channel import FollowerEnd
-from slipstream.rank.compiler import Compiler
-from slipstream.rank.control import MAX_REASON, Control
+from slipstream.process.board import PHASE_ID, STATES, BoardWriter
+from slipstream.process.channel import FollowerEnd
+from slipstream.process.control import MAX_REASON, Control
+from slipstream.process.protocol import Fault
 from slipstream.rank.events import (
-    Answer,
     Arrived,
     Effect,
     Launch,
     LaunchForward,
     LaunchSample,
     Prepare,
+    SendReply,
     Span,
 )
+from slipstream.rank.grammar_compiler import Compiler
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Fault
 
 IDLE = 0.5  # seconds between turns of an idle loop, so that the board shows life
 COMPLAIN = 2.0  # seconds of waiting for another rank after which stderr says so, and again
@@ -157,7 +157,7 @@ class Driver:
             elif isinstance(effect, Launch):
                 self.launch(effect.batch.seq)
                 self.executor.launch(effect.batch)
-            elif isinstance(effect, Seat):
+            elif isinstance(effect, InitSlot):
                 self.executor.admit(effect.slot, effect.request)
             elif isinstance(effect, Offload):
                 self.executor.offload(effect.pages, effect.host)
@@ -191,7 +191,7 @@ class Driver:
     def count(self, phase: str, nanoseconds: int) -> None:
         """Host time by phase, where somebody reads it."""
 
-    def applied(self, answer: Answer) -> None:
+    def applied(self, answer: SendReply) -> None:
         if isinstance(answer.reply, Prepared):
             return
         self.entry = answer.reply.seq
@@ -215,7 +215,7 @@ class FollowerDriver(Driver):
             self.perform(self.machine.on(message, now))
 
     def talk(self, effect: Effect) -> None:
-        assert isinstance(effect, Answer)
+        assert isinstance(effect, SendReply)
         self.applied(effect)
         self.channel.answer(effect.reply)
 

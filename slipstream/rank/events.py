@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
-from slipstream.log.entries import Body, Entry, Forget, Prepared, Reply
+from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
+from slipstream.log.entries import Entry, Forget, Prepared, Reply, RequestBody
 from slipstream.log.grammar import Matcher
 from slipstream.log.request import Request
-from slipstream.rank.protocol import ToFront
+from slipstream.process.protocol import ToFront
 
 # --- events
 
@@ -44,7 +44,7 @@ class Compiled(NamedTuple):
     error: str = ""
 
 
-Event = Entry | Body | Forget | Reply | Prepared | Arrived | Tick | Submitted | Aborted | Compiled
+Event = Entry | RequestBody | Forget | Reply | Prepared | Arrived | Tick | Submitted | Aborted | Compiled
 
 # --- effects
 
@@ -52,7 +52,7 @@ Event = Entry | Body | Forget | Reply | Prepared | Arrived | Tick | Submitted | 
 class Send(NamedTuple):
     """To every follower, in order."""
 
-    message: Entry | Body | Forget
+    message: Entry | RequestBody | Forget
 
 
 class Prepare(NamedTuple):
@@ -82,13 +82,13 @@ class LaunchSample(NamedTuple):
     discarded: frozenset[int]  # slots that ended since the forward was queued: no mask for them, their tokens do not count
 
 
-class Answer(NamedTuple):
+class SendReply(NamedTuple):
     """This rank's reply to an entry, or its word that a grammar is prepared. The leader only notes its own."""
 
     reply: Reply | Prepared
 
 
-class Tell(NamedTuple):
+class SendToFront(NamedTuple):
     """To the front end that owns the message's request."""
 
     message: ToFront
@@ -116,5 +116,17 @@ class Poison(NamedTuple):
 
 
 Effect = (
-    Send | Seat | Offload | Restore | Prepare | Launch | LaunchForward | LaunchSample | Answer | Tell | Wake | Span | Poison
+    Send
+    | InitSlot
+    | Offload
+    | Restore
+    | Prepare
+    | Launch
+    | LaunchForward
+    | LaunchSample
+    | SendReply
+    | SendToFront
+    | Wake
+    | Span
+    | Poison
 )

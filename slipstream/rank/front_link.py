@@ -5,7 +5,7 @@ import struct
 
 import msgspec
 
-from slipstream.rank.protocol import ToFront, ToLeader
+from slipstream.process.protocol import ToFront, ToLeader
 
 MAX_UNSENT = 64 << 20  # bytes
 _LENGTH = struct.Struct("<I")

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.entries import ORDERS, Body, Drop, Entry, Forget, Prepared, Reply
+from slipstream.log.entries import ORDERS, Drop, Entry, Forget, Prepared, Reply, RequestBody
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled
 from slipstream.log.state import Ended
+from slipstream.process.protocol import Finished, PromptLogprobs, Refused, Started, Tokens
 from slipstream.rank.events import (
     Aborted,
-    Answer,
     Arrived,
     Compiled,
     Effect,
@@ -25,14 +25,14 @@ from slipstream.rank.events import (
     Poison,
     Prepare,
     Send,
+    SendReply,
+    SendToFront,
     Span,
     Submitted,
-    Tell,
     Wake,
 )
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Finished, PromptLogprobs, Refused, Started, Tokens
-from slipstream.schedule.budget import Load
+from slipstream.schedule.budget import StepLoad
 from slipstream.schedule.planner import Plan, Planner
 
 WINDOW = 64  # entries that may lack a reply
@@ -44,18 +44,18 @@ LEAD_FALLS = 0.99  # ... and falls by this factor with each step that came in ti
 LEAD_MOST = 0.1  # seconds
 
 
-class Flying(NamedTuple):
+class StepTiming(NamedTuple):
     """A launched step as the leader times it."""
 
     seq: int
     at: float
-    load: Load
+    load: StepLoad
 
 
-def load_of(batch: Batch, tokens: int) -> Load:
+def load_of(batch: Batch, tokens: int) -> StepLoad:
     d, prompt_tokens = batch.decodes, tokens - batch.decodes
     context = float(batch.starts[d:].astype(float) @ batch.counts[d:]) / prompt_tokens if prompt_tokens else 0.0
-    return Load(d, prompt_tokens, context)
+    return StepLoad(d, prompt_tokens, context)
 
 
 class Leader(Rank):
@@ -74,7 +74,7 @@ class Leader(Rank):
         self.preparing: dict[int, tuple[Request, set[int]]] = {}  # id -> (request, ranks that have not compiled its grammar)
         self.early: dict[int, list[Reply]] = {}  # replies to entries that the leader has not sealed itself
         self.ending: deque[tuple[int, Ended]] = deque()  # (entry of the drop, request), until all have acknowledged it
-        self.flying: deque[Flying] = deque()
+        self.step_timings: deque[StepTiming] = deque()
         self.lead = LEAD_SECONDS
         self.arrived_at = 0.0
         self.steps: Counter[str] = Counter(dict.fromkeys(ORDERS, 0))
@@ -106,9 +106,9 @@ class Leader(Rank):
             yield from self.peer_prepared(event)
         elif isinstance(event, Arrived):
             self.outcomes.append(event.outcome)
-            self.landed(event.outcome)
+            self.record_step_time(event.outcome)
             yield from self.settle_arrived()
-        yield from self.think()
+        yield from self.write_entries()
 
     # --- requests
 
@@ -118,19 +118,19 @@ class Leader(Rank):
         length = request.prompt_len + request.max_tokens
         if length > limits.max_len:
             text = f"prompt and max_tokens together are {length} tokens; at most {limits.max_len} fit"
-            yield Tell(Refused(request.id, 400, text, "max_tokens"))
-        elif -(-length // limits.block) > limits.pages:
-            text = f"{length} tokens need {-(-length // limits.block)} pages; the whole cache has {limits.pages}"
-            yield Tell(Refused(request.id, 400, text, "prompt"))
+            yield SendToFront(Refused(request.id, 400, text, "max_tokens"))
+        elif -(-length // limits.page_size) > limits.pages:
+            text = f"{length} tokens need {-(-length // limits.page_size)} pages; the whole cache has {limits.pages}"
+            yield SendToFront(Refused(request.id, 400, text, "prompt"))
         elif self.waiting >= self.planner.queue.limit:
-            yield Tell(Refused(request.id, 429, f"{self.waiting} requests are waiting already; try again later"))
+            yield SendToFront(Refused(request.id, 429, f"{self.waiting} requests are waiting already; try again later"))
         elif len(request.grammar) > MAX_GRAMMAR:
             text = f"the grammar has {len(request.grammar)} bytes; at most {MAX_GRAMMAR} are taken"
-            yield Tell(Refused(request.id, 400, text, "response_format"))
+            yield SendToFront(Refused(request.id, 400, text, "response_format"))
         elif request.grammar:
             self.preparing[request.id] = (request, {0, *self.replied})
             self.bodies[request.id] = request
-            yield self.tell(Body(request))
+            yield self.tell(RequestBody(request))
             yield Prepare(request.id, request.grammar)
         else:
             self.planner.submit(request, self.now)
@@ -143,7 +143,7 @@ class Leader(Rank):
         missing.discard(message.rank)
         if message.error:
             yield from self.unprepare(request.id)
-            yield Tell(Refused(request.id, 400, f"the grammar cannot be used: {message.error}", "response_format"))
+            yield SendToFront(Refused(request.id, 400, f"the grammar cannot be used: {message.error}", "response_format"))
         elif not missing:
             del self.preparing[request.id]
             self.planner.submit(request, self.now)
@@ -156,7 +156,7 @@ class Leader(Rank):
 
     def prepared(self, event: Compiled) -> Iterator[Effect]:
         for effect in super().prepared(event):
-            assert isinstance(effect, Answer) and isinstance(effect.reply, Prepared)
+            assert isinstance(effect, SendReply) and isinstance(effect.reply, Prepared)
             yield from self.peer_prepared(effect.reply)
 
     def abort(self, event: Aborted) -> Iterator[Effect]:
@@ -168,11 +168,11 @@ class Leader(Rank):
             self.bodies.pop(event.id)
             self.compiled.pop(event.id, None)
             yield self.tell(Forget(event.id))
-        yield Tell(Finished(event.id, "abort"))
+        yield SendToFront(Finished(event.id, "abort"))
 
-    def tell(self, message: Body | Forget) -> Send:
+    def tell(self, message: RequestBody | Forget) -> Send:
         """Sends what is no entry; the next entry counts it."""
-        self.told += 1
+        self.side_messages += 1
         return Send(message)
 
     # --- settle
@@ -188,27 +188,27 @@ class Leader(Rank):
             for slot, id in settled.scored:
                 start, rows = outcome.prompt_logprobs.get(slot, (0, []))
                 if rows:
-                    yield Tell(PromptLogprobs(id, start, rows))
+                    yield SendToFront(PromptLogprobs(id, start, rows))
         if len(settled.tokens):
             logprobs = outcome.logprobs
             if logprobs and settled.columns is not None:
                 logprobs = {i: logprobs[c] for i, c in enumerate(settled.columns.tolist()) if c in logprobs}
-            yield Tell(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), logprobs or None))
+            yield SendToFront(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), logprobs or None))
 
-    def landed(self, outcome: Outcome) -> None:
+    def record_step_time(self, outcome: Outcome) -> None:
         """Learns how long the step took: by its device, or from its launch or the end of the one before it."""
-        flying = self.flying.popleft()
-        seconds = outcome.seconds or self.now - max(flying.at, self.arrived_at)
+        step_timings = self.step_timings.popleft()
+        seconds = outcome.seconds or self.now - max(step_timings.at, self.arrived_at)
         self.arrived_at = self.now
-        self.planner.budget.observe(flying.load, seconds)
-        if self.flying:
+        self.planner.budget.observe(step_timings.load, seconds)
+        if self.step_timings:
             self.lead = max(self.lead * LEAD_FALLS, LEAD_SECONDS)
         elif self.depth > 1 and (len(self.replica.decoding) or self.replica.prefilling):
             self.lead = min(self.lead * 2, LEAD_MOST)  # the device has run dry: this host wakes later than it asked for
 
     # --- plan
 
-    def think(self) -> Iterator[Effect]:
+    def write_entries(self) -> Iterator[Effect]:
         """Writes entries as long as there is something to say and the device can take it."""
         while self.launches_whole and not self.poisoned:
             depth = len(self.replica.flights)
@@ -238,7 +238,7 @@ class Leader(Rank):
 
         How early that is, is learned: a busy machine wakes a sleeping process late.
         """
-        running = self.flying[0]
+        running = self.step_timings[0]
         expected = self.planner.budget.expected(running.load)
         return max(running.at, self.arrived_at) + expected * (1 - LEAD) - self.lead
 
@@ -248,24 +248,24 @@ class Leader(Rank):
             if request.grammar:
                 del self.bodies[request.id]  # followers have had theirs since it was prepared
             else:
-                yield self.tell(Body(request))
-        entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step, self.told)
+                yield self.tell(RequestBody(request))
+        entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step, self.side_messages)
         self.next += 1
-        self.told = 0
+        self.side_messages = 0
         self.marked = entry.settled_to
         self.written_at = self.now
         yield Send(entry)
         yield Span("publish", entry.seq)
         yield from self.calls()
         for id, cached in plan.started:
-            yield Tell(Started(id, cached))
+            yield SendToFront(Started(id, cached))
         self.ending.extend((entry.seq, ended) for ended in plan.dropped)
         yield from self.launch(entry, tuple(True for c in plan.commands if isinstance(c, Drop)))
 
     def launched(self, entry: Entry, batch: Batch) -> None:
         assert entry.step is not None
         tokens = batch.tokens
-        self.flying.append(Flying(batch.seq, self.now, load_of(batch, tokens)))
+        self.step_timings.append(StepTiming(batch.seq, self.now, load_of(batch, tokens)))
         self.steps[ORDERS[entry.step.order]] += 1
         self.step_tokens.append(tokens)
 
@@ -275,7 +275,7 @@ class Leader(Rank):
         self.applied = entry.seq
         digest = self.replica.seal()
         self.sealed[entry.seq] = (digest, existed)
-        yield Answer(Reply(0, entry.seq, digest, existed))
+        yield SendReply(Reply(0, entry.seq, digest, existed))
         for reply in self.early.pop(entry.seq, ()):
             yield from self.compare(reply)
         yield from self.finish()
@@ -309,7 +309,7 @@ class Leader(Rank):
         through = self.acknowledged
         while self.ending and self.ending[0][0] <= through and not self.poisoned:
             _, ended = self.ending.popleft()
-            yield Tell(Finished(ended.id, ended.reason, ended.error))
+            yield SendToFront(Finished(ended.id, ended.reason, ended.error))
         for seq in [s for s in self.sealed if s <= through]:
             del self.sealed[seq]
 
@@ -320,7 +320,7 @@ class Leader(Rank):
         assert isinstance(other, Leader)
         other.planner = self.planner.copy(other.replica)
         other.planner.compiled = other.compiled
-        for name in ("sealed", "replied", "ending", "flying", "steps", "step_tokens"):
+        for name in ("sealed", "replied", "ending", "step_timings", "steps", "step_tokens"):
             setattr(other, name, getattr(self, name).copy())
         other.preparing = {id: (request, missing.copy()) for id, (request, missing) in self.preparing.items()}
         other.early = {seq: replies.copy() for seq, replies in self.early.items()}
@@ -337,7 +337,7 @@ class Leader(Rank):
             tuple(self.sealed.items()),
             tuple((id, tuple(sorted(missing))) for id, (_, missing) in self.preparing.items()),
             tuple(self.ending),
-            len(self.flying),
+            len(self.step_timings),
             planner.state(),
             tuple(self.replied.items()),
             tuple((seq, tuple((r.rank, r.digest, r.existed) for r in replies)) for seq, replies in self.early.items()),

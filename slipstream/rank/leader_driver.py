@@ -7,12 +7,12 @@ import time
 import numpy as np
 
 from slipstream.errors import Diverged
-from slipstream.rank.channel import LeaderEnd
+from slipstream.process.channel import LeaderEnd
+from slipstream.process.protocol import Finished, Load, Refused, Submit, ToFront, Tokens
 from slipstream.rank.driver import IDLE, Driver, Parts
-from slipstream.rank.events import Aborted, Answer, Effect, Poison, Send, Submitted, Tell, Tick, Wake
+from slipstream.rank.events import Aborted, Effect, Poison, Send, SendReply, SendToFront, Submitted, Tick, Wake
 from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT, Leader
-from slipstream.rank.protocol import Finished, Load, Refused, Submit, ToFront, Tokens
 
 LOAD_EVERY = 0.1  # seconds
 
@@ -133,11 +133,11 @@ class LeaderDriver(Driver):
         self.seconds[phase] += nanoseconds * 1e-9
 
     def talk(self, effect: Effect) -> None:
-        if isinstance(effect, Tell):
+        if isinstance(effect, SendToFront):
             self.tell(effect.message)
         elif isinstance(effect, Send):
             self.channel.send(effect.message)
-        elif isinstance(effect, Answer):
+        elif isinstance(effect, SendReply):
             self.applied(effect)
         elif isinstance(effect, Wake):
             self.wake_at = effect.at

@@ -17,14 +17,13 @@ from collections.abc import Iterator
 
 from slipstream.errors import Diverged
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.entries import LATE_SAMPLE, Admit, Body, Drop, Entry, Forget, Prepared, Reply
+from slipstream.log.entries import LATE_SAMPLE, Admit, Drop, Entry, Forget, Prepared, Reply, RequestBody
 from slipstream.log.grammar import Matcher
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled
 from slipstream.log.state import ENDED, PREEMPTED
 from slipstream.rank.events import (
-    Answer,
     Arrived,
     Compiled,
     Effect,
@@ -33,6 +32,7 @@ from slipstream.rank.events import (
     LaunchForward,
     LaunchSample,
     Prepare,
+    SendReply,
     Span,
 )
 
@@ -50,21 +50,21 @@ class Rank:
         self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None  # forward is queued, sampling waits for the second mark
         self.applied = -1
         self.received = -1  # the last entry that came
-        self.told = 0  # messages of other kinds since then; on a leader, that it has sent
+        self.side_messages = 0  # messages of other kinds since then; on a leader, that it has sent
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
         """Takes one event and yields what to do about it. `now` (seconds) matters to a leader only."""
         if isinstance(event, Entry):
             self.receive(event)
-        elif isinstance(event, Body):
-            self.told += 1
+        elif isinstance(event, RequestBody):
+            self.side_messages += 1
             self.bodies[event.request.id] = event.request
             if event.request.grammar:
                 yield Prepare(event.request.id, event.request.grammar)
         elif isinstance(event, Compiled):
             yield from self.prepared(event)
         elif isinstance(event, Forget):
-            self.told += 1
+            self.side_messages += 1
             self.bodies.pop(event.id, None)
             self.compiled.pop(event.id, None)
         elif isinstance(event, Arrived):
@@ -76,11 +76,12 @@ class Rank:
         if entry.seq != self.received + 1:
             text = f"rank {self.rank} was sent entry {entry.seq} where {self.received + 1} was due"
             raise Diverged(text, self.rank, entry.seq)
-        if entry.told != self.told:
-            text = f"rank {self.rank} has had {self.told} bodies and forgets of the {entry.told} sent before entry {entry.seq}"
+        if entry.side_messages != self.side_messages:
+            sent = f"{entry.side_messages} bodies and forgets were sent before entry {entry.seq}"
+            text = f"{sent}; rank {self.rank} received {self.side_messages} of them"
             raise Diverged(text, self.rank, entry.seq)
         self.entries.append(entry)
-        self.received, self.told = entry.seq, 0
+        self.received, self.side_messages = entry.seq, 0
 
     def advance(self) -> Iterator[Effect]:
         """Applies entries in order, as far as the outcomes that they name have arrived."""
@@ -154,7 +155,7 @@ class Rank:
         if event.id in self.bodies:
             if event.matcher is not None:
                 self.compiled[event.id] = event.matcher
-            yield Answer(Prepared(self.rank, event.id, event.error))
+            yield SendReply(Prepared(self.rank, event.id, event.error))
 
     # --- launch
 
@@ -197,7 +198,7 @@ class Rank:
 
     def answer(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
         self.applied = entry.seq
-        yield Answer(Reply(self.rank, entry.seq, self.replica.seal(), existed))
+        yield SendReply(Reply(self.rank, entry.seq, self.replica.seal(), existed))
 
     # --- copies for the checker
 
@@ -219,5 +220,5 @@ class Rank:
             tuple(self.compiled),
             self.late and (self.late[0], self.late[2]),
             self.applied,
-            self.told,
+            self.side_messages,
         )

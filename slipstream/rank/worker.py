@@ -13,15 +13,15 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.log.grammar import MakeMatcher
 from slipstream.log.replica import Replica
 from slipstream.log.state import Limits
-from slipstream.rank.board import Board
-from slipstream.rank.channel import FollowerEnd, LeaderEnd, Ring
-from slipstream.rank.compiler import Compiler
-from slipstream.rank.control import MAX_REASON, Control, begin_member, report_ready
+from slipstream.process.board import Board
+from slipstream.process.channel import FollowerEnd, LeaderEnd, Ring
+from slipstream.process.control import MAX_REASON, Control, begin_member, report_ready
+from slipstream.process.protocol import Begin, Fault, Loaded, Setup
 from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
+from slipstream.rank.grammar_compiler import Compiler
 from slipstream.rank.leader import Leader
 from slipstream.rank.leader_driver import LeaderDriver
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Begin, Fault, Loaded, Setup
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 
@@ -48,7 +48,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     executor, model = build_executor(engine, setup.model_path, setup.rank, setup.size, fds[1], board)
     c = executor.capacity()
     board.set("weight_bytes", c.weight_bytes)
-    control.send(Loaded(c.block, c.pages, c.slots, c.max_len, c.weight_bytes, c.host_pages, stamp(setup.engine, model)))
+    control.send(Loaded(c.page_size, c.pages, c.slots, c.max_len, c.weight_bytes, c.host_pages, stamp(setup.engine, model)))
     got = control.receive()
     if got is None:
         return 0
@@ -68,7 +68,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
 
 def open_matchers(engine: config.EngineConfig, model_path: str) -> MakeMatcher:
     """What compiles grammars for this model's vocabulary."""
-    from slipstream.ops.grammar import open_maker  # on the compiler's thread: it loads a tokenizer
+    from slipstream.grammar.matcher import open_maker  # on the compiler's thread: it loads a tokenizer
 
     return open_maker(engine, model_path)
 
@@ -83,7 +83,7 @@ def stamp(engine: str, model: dict) -> str:
 def build_driver(engine: config.EngineConfig, setup: Setup, begin: Begin, parts: Parts, channel_fds: list[int]) -> Driver:
     """The machine of this rank with what drives it."""
     caching = engine.enable_prefix_caching
-    limits = Limits(begin.pages, begin.slots, begin.max_len, begin.block, caching, begin.host_pages)
+    limits = Limits(begin.pages, begin.slots, begin.max_len, begin.page_size, caching, begin.host_pages)
     replica = Replica(limits)
     rings = [Ring(memory, event) for memory, event in zip(channel_fds[0::2], channel_fds[1::2], strict=True)]
     if setup.rank:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
+from slipstream.schedule.prefill_order import PendingPrefill, PrefillOrder
 from slipstream.schedule.queue import Queue, Waiting
-from slipstream.schedule.turns import Prompt, Turns
 
 LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
 BYPASSES = 64  # how often a head may be passed before everybody waits for it
@@ -50,10 +50,10 @@ class Admission:
         self.queue.push(request, now, request.prompt_len <= self.short)
         self.reopen()
 
-    def choose(self, turns: Turns, crowded: bool, before: tuple[float, int] | None) -> Waiting | None:
+    def choose(self, prefills: PrefillOrder, crowded: bool, before: tuple[float, int] | None) -> Waiting | None:
         """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
 
-        The head is here the first that was looked at and lacks pages. `turns`: the prompts under way. `crowded`: only short
+        The head is here the first that was looked at and lacks pages. `prefills`: the prompts under way. `crowded`: only short
         prompts may join. `before`: only those that come before this place in the queue, where a preempted request stands.
         """
         head: Waiting | None = None
@@ -62,7 +62,7 @@ class Admission:
             if waiting.keys is None and self._hashed >= HASHED:
                 for_pages = False
                 break
-            if (before is not None and waiting.order > before) or self._computed_soon(waiting, turns):
+            if (before is not None and waiting.arrival > before) or self._computed_soon(waiting, prefills):
                 for_pages = False
                 continue
             if self.fits(waiting.request, waiting.request.prompt_len, self.keys(waiting)):
@@ -114,7 +114,7 @@ class Admission:
         request = waiting.request
         if request.prompt_len <= self.short:
             return True
-        page = -(-(request.prompt_len - self.short) // self.replica.limits.block) - 1
+        page = -(-(request.prompt_len - self.short) // self.replica.limits.page_size) - 1
         keys = self.keys(waiting) if request.sampling.prompt_logprobs < 0 else []
         pages = self.replica.pages
         return page < len(keys) and keys[page] in pages.index and len(pages.find(keys[: page + 1])) > page
@@ -130,9 +130,9 @@ class Admission:
         """The pages in the cache that it may read of its first `known` tokens, of which one is always computed."""
         if request.sampling.prompt_logprobs >= 0:
             return []
-        return self.replica.pages.find(keys[: (known - 1) // self.replica.limits.block])
+        return self.replica.pages.find(keys[: (known - 1) // self.replica.limits.page_size])
 
-    def _computed_soon(self, waiting: Waiting, turns: Turns) -> bool:
+    def _computed_soon(self, waiting: Waiting, prefills: PrefillOrder) -> bool:
         """Whether pages that this prompt misses are computed for another one, before this one's turn would come.
 
         It waits for the last of them. Once found, asking again costs a few look-ups.
@@ -140,24 +140,24 @@ class Admission:
         replica, request = self.replica, waiting.request
         if waiting.awaits is not None:
             id, key, left = waiting.awaits
-            if key not in replica.pages.index and turns.goes_before(id, prompt_of(waiting, left)):
+            if key not in replica.pages.index and prefills.goes_before(id, pending_prefill(waiting, left)):
                 return True
             waiting.awaits = None
         if not replica.prefilling:
             return False
-        block = replica.limits.block
-        keys = self.keys(waiting)[: (request.prompt_len - 1) // block]
+        page_size = replica.limits.page_size
+        keys = self.keys(waiting)[: (request.prompt_len - 1) // page_size]
         found = len(self._cached(request, request.prompt_len, keys))
         if found == len(keys) or request.sampling.prompt_logprobs >= 0:
             return False
         for slot in replica.prefilling:
             own = replica.keys[slot]
-            most = min(int(replica.target[slot]) // block, len(own), len(keys))
-            if int(replica.launched[slot]) // block <= found < most and own[found] == keys[found]:
+            most = min(int(replica.target[slot]) // page_size, len(own), len(keys))
+            if int(replica.launched[slot]) // page_size <= found < most and own[found] == keys[found]:
                 common = next((i for i in range(found, most) if own[i] != keys[i]), most)
                 # what both have counts twice: were this one to go first, both would compute it
-                left = request.prompt_len + (common - 2 * found) * block
-                if turns.goes_before(id := int(replica.ids[slot]), prompt_of(waiting, left)):
+                left = request.prompt_len + (common - 2 * found) * page_size
+                if prefills.goes_before(id := int(replica.ids[slot]), pending_prefill(waiting, left)):
                     waiting.awaits = (id, keys[common - 1], left)
                     return True
         return False
@@ -167,7 +167,7 @@ class Admission:
         replica = self.replica
         pages = replica.pages
         cached = self._cached(request, known, keys)
-        need = -(-known // replica.limits.block) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
+        need = -(-known // replica.limits.page_size) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
         running = len(replica.decoding) + len(replica.prefilling)
         return need + min(running, pages.total // 50 + 1) <= pages.available if running else need <= pages.available
 
@@ -182,6 +182,6 @@ class Admission:
         return self.queue.state(), self._full_at
 
 
-def prompt_of(waiting: Waiting, left: int) -> Prompt:
+def pending_prefill(waiting: Waiting, left: int) -> PendingPrefill:
     """A waiting prompt as one of those under way, with `left` tokens to compute."""
-    return Prompt(-1, waiting.request.id, left, waiting.order, waiting.request.priority)
+    return PendingPrefill(-1, waiting.request.id, left, waiting.arrival, waiting.request.priority)

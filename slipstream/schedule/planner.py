@@ -17,8 +17,8 @@ from slipstream.log.request import Request
 from slipstream.log.state import ENDED, PREEMPTED, Ended
 from slipstream.schedule.admission import Admission
 from slipstream.schedule.budget import Budget
+from slipstream.schedule.prefill_order import PendingPrefill, PrefillOrder
 from slipstream.schedule.queue import Queue, Waiting
-from slipstream.schedule.turns import Prompt, Turns
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Plan:
     step: Step | None = None
 
 
-class Share(NamedTuple):
+class PrefillShare(NamedTuple):
     """The prompts' part of a step."""
 
     room: int  # prompt tokens that may join
@@ -60,11 +60,11 @@ class Planner:
         self.copy_seconds = copy_seconds
         self.compiled: dict[int, Matcher] = {}  # the leader's: matchers of waiting requests that have a grammar, by request id
         self.counters = Counters()
-        self.gone: dict[int, int] = {}  # request id -> kept tokens, of clients that left
+        self.aborted: dict[int, int] = {}  # request id -> kept tokens, of clients that left
         self.slot_of: dict[int, int] = {}  # request id -> slot
-        self.order: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
+        self.arrival: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
-        self._last = Share(0, [], -1, 0.0)  # of the last step that had prompts
+        self._last = PrefillShare(0, [], -1, 0.0)  # of the last step that had prompts
 
     # --- what comes in
 
@@ -77,7 +77,7 @@ class Planner:
             self.admission.reopen()  # the others may have waited for it
             return True
         if id in self.slot_of:
-            self.gone[id] = kept
+            self.aborted[id] = kept
         return False
 
     # --- the plan
@@ -90,9 +90,9 @@ class Planner:
         decoding = self._decode_rows()
         self._return_preempted(plan)
         before = len(plan.commands)
-        turns = self._turns()
-        share = self._share(decoding, turns)
-        self._admit(plan, share.room, turns)
+        prefills = self._turns()
+        share = self._share(decoding, prefills)
+        self._admit(plan, share.room, prefills)
         decoding = self._make_room(plan, decoding)
         if len(plan.commands) > before:
             share = self._share(decoding, self._turns())
@@ -109,10 +109,10 @@ class Planner:
 
     def _drop(self, plan: Plan) -> None:
         replica = self.replica
-        for id, kept in self.gone.items():
+        for id, kept in self.aborted.items():
             if id in self.slot_of:  # an end that a settle found first is dropped here too: the client is gone
                 self._drop_one(plan, Ended(self.slot_of[id], id, "abort"), kept)
-        self.gone.clear()
+        self.aborted.clear()
         for ended in [e for e in replica.ended if self._droppable(e.slot)]:
             self._drop_one(plan, ended, -1)
 
@@ -123,7 +123,7 @@ class Planner:
         plan.commands.append(Drop(slot, id, kept))
         plan.dropped.append(ended)
         self.admission.reopen()
-        del self.slot_of[id], self.order[slot]
+        del self.slot_of[id], self.arrival[slot]
         if slot in self.preempted:
             self.preempted.remove(slot)
 
@@ -150,34 +150,34 @@ class Planner:
             else:
                 break
 
-    def _admit(self, plan: Plan, room: int, turns: Turns) -> None:
+    def _admit(self, plan: Plan, room: int, prefills: PrefillOrder) -> None:
         """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
         admission, most = self.admission, 2 * self.admission.long_under_way
-        before = self.order[self.preempted[0]] if self.preempted else None
-        tokens, long = turns.left, turns.longer_than(admission.short)
+        before = self.arrival[self.preempted[0]] if self.preempted else None
+        tokens, long = prefills.left, prefills.longer_than(admission.short)
         joined = 0
         while not admission.closed and joined < 2 * self.budget.cap:
             behind = tokens >= room
             if behind and len(self.replica.prefilling) >= most:
                 return
-            chosen = admission.choose(turns, behind and long >= admission.long_under_way, before)
+            chosen = admission.choose(prefills, behind and long >= admission.long_under_way, before)
             if chosen is None:
                 return
-            cached = self._join(plan, chosen, turns)
+            cached = self._join(plan, chosen, prefills)
             left = chosen.request.prompt_len - cached
             tokens, long = tokens + left, long + (left > admission.short)
             joined += left + cached // 4
 
-    def _join(self, plan: Plan, chosen: Waiting, turns: Turns) -> int:
+    def _join(self, plan: Plan, chosen: Waiting, prefills: PrefillOrder) -> int:
         """Seats a waiting request; how many tokens of its prompt the cache holds."""
         request = chosen.request
         self.queue.remove(request.id)
         slot = self.replica.free_slots[-1]
         plan.admitted.append(request)
-        self.order[slot] = chosen.order
+        self.arrival[slot] = chosen.arrival
         self.slot_of[request.id] = slot
         cached = self._seat(plan, slot, request, self.admission.keys(chosen))
-        turns.add(Prompt(slot, request.id, request.prompt_len - cached, chosen.order, request.priority))
+        prefills.add(PendingPrefill(slot, request.id, request.prompt_len - cached, chosen.arrival, request.priority))
         plan.started.append((request.id, cached))
         self.counters.prefix_queries += request.prompt_len
         self.counters.prefix_hits += cached
@@ -187,20 +187,20 @@ class Planner:
         plan.commands.append(Admit(slot, request.id))
         return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
 
-    def _turns(self) -> Turns:
+    def _turns(self) -> PrefillOrder:
         """Of the prompts under way."""
         replica = self.replica
         prompts = [
-            Prompt(
+            PendingPrefill(
                 slot,
                 int(replica.ids[slot]),
                 int(replica.target[slot] - replica.launched[slot]),
-                self.order[slot],
+                self.arrival[slot],
                 replica.requests[slot].priority,
             )
             for slot in replica.prefilling
         ]
-        return Turns(prompts, self._last.first, self.budget.cost)
+        return PrefillOrder(prompts, self._last.first, self.budget.cost)
 
     # --- rows
 
@@ -220,13 +220,13 @@ class Planner:
             return decoding[~wants | np.isin(decoding, wanting)]
         while lacking > 0:
             running = [*replica.prefilling, *replica.decoding.tolist()]
-            victim = max(running, key=lambda slot: self.order[slot])
+            victim = max(running, key=lambda slot: self.arrival[slot])
             keep = self._copying_is_cheaper(victim)
             replica.preempt(victim, keep)
             plan.commands.append(Preempt(victim, keep))
             self.counters.preemptions += 1
             self.preempted.append(victim)
-            self.preempted.sort(key=lambda slot: self.order[slot])
+            self.preempted.sort(key=lambda slot: self.arrival[slot])
             decoding = decoding[decoding != victim]
             lacking = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
         return decoding
@@ -242,21 +242,21 @@ class Planner:
         """Whether a victim's pages should go to the host rather than be computed again, by measured rates."""
         replica = self.replica
         tokens = int(replica.launched[slot])
-        pages = -(-tokens // replica.limits.block)
+        pages = -(-tokens // replica.limits.page_size)
         if not pages or pages > len(replica.free_host):
             return False
         return self.copy_seconds * pages < self.budget.cost(tokens / 2) * tokens
 
-    def _share(self, decoding: np.ndarray, turns: Turns) -> Share:
+    def _share(self, decoding: np.ndarray, prefills: PrefillOrder) -> PrefillShare:
         """The chunks of prompts that join the decoding rows.
 
         What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
         reach prompts of which the first cut saw nothing, so the second price can only lower it.
         """
-        waiting = turns.left
+        waiting = prefills.left
         context = self._last.context
         room = self.budget.prompt_tokens(len(decoding), context, waiting)
-        rows = self._cut(turns, room)
+        rows = self._cut(prefills, room)
         for again in (False, True):
             tokens = sum(count for _, _, count in rows)
             if not tokens:
@@ -266,11 +266,11 @@ class Planner:
             if priced == room or (again and priced > room):
                 break
             room = priced
-            rows = self._cut(turns, room)
-        return Share(room, rows, turns.first.id if turns.first else -1, context)
+            rows = self._cut(prefills, room)
+        return PrefillShare(room, rows, prefills.first.id if prefills.first else -1, context)
 
-    def _cut(self, turns: Turns, room: int) -> list[tuple[int, int, int]]:
-        return [(slot, int(self.replica.launched[slot]), count) for slot, count in turns.cut(room).items()]
+    def _cut(self, prefills: PrefillOrder, room: int) -> list[tuple[int, int, int]]:
+        return [(slot, int(self.replica.launched[slot]), count) for slot, count in prefills.cut(room).items()]
 
     def _step(self, decoding: np.ndarray, rows: list[tuple[int, int, int]], depth: int) -> Step:
         replica = self.replica
@@ -297,7 +297,7 @@ class Planner:
         other.queue = self.queue.copy()
         other.admission = self.admission.copy(replica, other.queue)
         other.counters = Counters(**vars(self.counters))
-        other.gone, other.slot_of, other.order = self.gone.copy(), self.slot_of.copy(), self.order.copy()
+        other.aborted, other.slot_of, other.arrival = self.aborted.copy(), self.slot_of.copy(), self.arrival.copy()
         other.preempted = self.preempted.copy()
         return other
 
@@ -306,7 +306,7 @@ class Planner:
         return (
             self.admission.state(),
             self._last.first,
-            tuple(self.gone.items()),
-            tuple(sorted(self.order, key=lambda slot: self.order[slot])),
+            tuple(self.aborted.items()),
+            tuple(sorted(self.arrival, key=lambda slot: self.arrival[slot])),
             tuple(self.preempted),
         )

@@ -21,7 +21,7 @@ class Waiting:
     """One waiting request."""
 
     request: Request
-    order: tuple[float, int]
+    arrival: tuple[float, int]
     short: bool  # whether it may pass long prompts
     keys: list[bytes] | None = None  # content keys of its prompt's pages, once the planner has looked at it
     passed: int = 0  # how often a later one was admitted before it
@@ -50,7 +50,7 @@ class Queue:
     def push(self, request: Request, now: float, short: bool = False) -> Waiting:
         waiting = Waiting(request, (now + AGEING * request.priority, next(self._ticket)), short)
         self._by_id[request.id] = waiting
-        heapq.heappush(self._heaps[0], (waiting.order, request.id))
+        heapq.heappush(self._heaps[0], (waiting.arrival, request.id))
         self._add(waiting)
         return waiting
 
@@ -62,7 +62,7 @@ class Queue:
 
     @staticmethod
     def _key(waiting: Waiting, short: bool) -> tuple[float, ...]:
-        return (waiting.request.priority, *waiting.order) if short else waiting.order
+        return (waiting.request.priority, *waiting.arrival) if short else waiting.arrival
 
     def _is_here(self, item: Item, short: bool) -> bool:
         waiting = self._by_id.get(item[1])
@@ -115,7 +115,7 @@ class Queue:
 
     def all(self) -> list[Waiting]:
         """Everyone, in order; it costs a sort."""
-        return sorted(self._by_id.values(), key=lambda w: w.order)
+        return sorted(self._by_id.values(), key=lambda w: w.arrival)
 
     def state(self) -> tuple[object, ...]:
         """A hashable value. Two queues that have it are looked at alike, clocks and what is hashed apart."""

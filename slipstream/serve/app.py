@@ -10,11 +10,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from slipstream.errors import SlipstreamError
-from slipstream.serve import absent, debug, info, messages, openapi, responses
+from slipstream.serve import absent, debug, info, openapi
+from slipstream.serve.anthropic import messages
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
-from slipstream.serve.generate import chat_completions, completions
 from slipstream.serve.guard import Guard
+from slipstream.serve.openai import responses
+from slipstream.serve.openai.generate import chat_completions, completions
 
 log = logging.getLogger("slipstream.http")
 
@@ -49,7 +51,7 @@ def build(front: Front) -> ASGIApp:
         routes.append(Route("/debug/ranks", debug.ranks, methods=["GET"]))
         routes.append(Route("/debug/timeline", debug.timeline, methods=["GET"]))
     if front.composite:
-        from slipstream.serve import audio_routes
+        from slipstream.serve.audio import routes as audio_routes
 
         routes = [*audio_routes.routes(), *routes]
         spec = openapi.document(enable_debug, audio_routes.documented())

@@ -7,10 +7,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from slipstream.errors import BadRequest
-from slipstream.rank.board import PHASE_ID, PHASES, Board
+from slipstream.process.board import PHASE_ID, PHASES, Board
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
-from slipstream.serve.prompts import prepare
+from slipstream.serve.text.prompts import prepare
 
 MAX_SECONDS = 600.0
 LOOP, DEVICE = 1, 2  # thread ids in the trace

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 from slipstream.config import EngineConfig, ServerConfig, served_name
 from slipstream.errors import BadRequest, EngineDown
-from slipstream.rank.board import Board
-from slipstream.serve.dialect import PLAIN, detect
-from slipstream.serve.engine import Engine
-from slipstream.serve.generation import Generation
-from slipstream.serve.grammar_check import GrammarCheck
-from slipstream.serve.logprobs import TokenNames
-from slipstream.serve.metrics import Metrics
-from slipstream.serve.progress import Progress
-from slipstream.serve.shelf import Shelf
-from slipstream.serve.tally import Tally
-from slipstream.serve.telemetry import open_telemetry
-from slipstream.weights.tokenizer import Tokenizer
+from slipstream.process.board import Board
+from slipstream.serve.engine.engine import Engine
+from slipstream.serve.engine.generation import Generation
+from slipstream.serve.engine.progress import Progress
+from slipstream.serve.observe.metrics import Metrics
+from slipstream.serve.observe.shared_counters import SharedCounters
+from slipstream.serve.observe.telemetry import open_telemetry
+from slipstream.serve.openai.response_store import ResponseStore
+from slipstream.serve.text.dialect import PLAIN, detect
+from slipstream.serve.text.grammar_check import GrammarCheck
+from slipstream.serve.text.logprobs import TokenNames
+from slipstream.tokenize.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from slipstream.serve.composite import Composite
+    from slipstream.serve.engine.composite import Composite
 
 SLOW_READER_SECONDS = 20.0
 
@@ -36,15 +36,17 @@ class Front:
     tokenizer: Tokenizer | None = None
     names: TokenNames | None = None
     grammars: GrammarCheck | None = None
-    tally: Tally = field(default_factory=Tally)  # shared with other front ends where there are some, as the shelf is
-    shelf: Shelf = field(default_factory=Shelf)
+    shared_counters: SharedCounters = field(
+        default_factory=SharedCounters
+    )  # shared with other front ends where there are some, as the shelf is
+    response_store: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     slow_reader_seconds: float = SLOW_READER_SECONDS
     composite: "Composite | None" = None  # where the model is one of several components
 
     def __post_init__(self):
         self.model = served_name(self.engine_config, self.server_config)
-        self.metrics = Metrics(self.model, self.tally)
+        self.metrics = Metrics(self.model, self.shared_counters)
         self.engine = Engine(self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
         self.dialect = PLAIN

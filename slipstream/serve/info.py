@@ -8,12 +8,12 @@ from starlette.responses import Response
 
 import slipstream
 from slipstream.errors import BadRequest
-from slipstream.serve.bodies import DetokenizeBody, TokenizeBody
 from slipstream.serve.errors import Failed, Failure
 from slipstream.serve.front import Front
-from slipstream.serve.prompts import encode, prepare, size_of, templated
+from slipstream.serve.openai.bodies import DetokenizeBody, TokenizeBody
 from slipstream.serve.request_body import read
-from slipstream.serve.tools import for_template
+from slipstream.serve.text.prompts import encode, prepare, size_of, templated
+from slipstream.serve.text.tools import for_template
 
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "

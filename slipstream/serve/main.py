@@ -20,18 +20,18 @@ import uvicorn
 
 from slipstream import config
 from slipstream.errors import ConfigError, ModelError
-from slipstream.rank.board import Board
-from slipstream.rank.control import die_with_parent
-from slipstream.rank.protocol import Attach, Down, Drain
+from slipstream.process.board import Board
+from slipstream.process.control import die_with_parent
+from slipstream.process.protocol import Attach, Down, Drain
 from slipstream.serve.app import build
-from slipstream.serve.control import Control
+from slipstream.serve.engine.control import Control
 from slipstream.serve.errors import Failure
 from slipstream.serve.front import Front
 from slipstream.serve.http import Connection
-from slipstream.serve.logs import set_up
-from slipstream.serve.shelf import Shelf
-from slipstream.serve.tally import Tally
-from slipstream.weights.tokenizer import load_tokenizer
+from slipstream.serve.observe.logs import set_up
+from slipstream.serve.observe.shared_counters import SharedCounters
+from slipstream.serve.openai.response_store import ResponseStore
+from slipstream.tokenize.tokenizer import load_tokenizer
 
 log = logging.getLogger("slipstream.serve")
 
@@ -90,14 +90,16 @@ class Process:
         server_config = config.from_json(config.ServerConfig, hello.server)
         set_up(server_config.log_level, server_config.log_format)
         self.listener = socket.socket(fileno=listen_fd)
-        tally, shelf = Tally(), Shelf()
+        shared_counters, response_store = SharedCounters(), ResponseStore()
         if hello.fronts > 1:
             *more, tally_fd, shelf_fd = more
-            tally, shelf = Tally(tally_fd, hello.front, hello.fronts), Shelf(shelf_fd)
-        self.front = Front(engine_config, server_config, Board(board_fd), tally=tally, shelf=shelf)
+            shared_counters, response_store = SharedCounters(tally_fd, hello.front, hello.fronts), ResponseStore(shelf_fd)
+        self.front = Front(
+            engine_config, server_config, Board(board_fd), shared_counters=shared_counters, response_store=response_store
+        )
         self._missing = 2  # the HTTP server and the tokenizer
         if hello.graph:
-            from slipstream.serve.composite import Composite
+            from slipstream.serve.engine.composite import Composite
 
             self.front.composite = Composite(self.front, hello.graph, more[0])
         self.server = make_server(self.front, self._one_is_up)

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 import slipstream
-from slipstream.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from slipstream.serve.messages_body import CountTokensBody, MessagesBody
-from slipstream.serve.responses_body import ResponsesBody
+from slipstream.serve.anthropic.messages_body import CountTokensBody, MessagesBody
+from slipstream.serve.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from slipstream.serve.openai.responses_body import ResponsesBody
 
 POSTS: dict[str, tuple[type, str]] = {
     "/v1/chat/completions": (ChatBody, "Answer a conversation"),

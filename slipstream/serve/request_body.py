@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 
 from slipstream.errors import BadRequest
+from slipstream.serve.engine.exclusive import run_exclusive
 from slipstream.serve.errors import Failed, Failure, to_bad_request
-from slipstream.serve.turn import in_turn
 
 MAX_BYTES = 32 << 20
 READ_SECONDS = 60.0
@@ -37,7 +37,7 @@ async def read(request: Request, schema: type[T]) -> T:
         raise Failed(
             Failure(413, f"the body has more than {MAX_LISTS} lists and objects, or {MAX_ITEMS} items; send fewer at once")
         )
-    return await in_turn(lambda: decode(raw, schema))
+    return await run_exclusive(lambda: decode(raw, schema))
 
 
 async def _read_bytes(request: Request) -> bytes:

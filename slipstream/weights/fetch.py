@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from slipstream.child import python_environment
 from slipstream.errors import ModelError
+from slipstream.system.child import python_environment
 from slipstream.weights.packages import Package
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")

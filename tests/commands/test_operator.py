@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
+from slipstream.client.remote import Remote
 from slipstream.commands import doctor, trace
-from slipstream.commands.remote import Remote
 from slipstream.commands.top import View, quantile, total
 from slipstream.errors import ConfigError, EngineDown
 
@@ -96,7 +96,7 @@ def test_doctor_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_the_dashboard_asks_for_metrics_that_exist():
-    source = (ROOT / "slipstream/serve/metrics.py").read_text()
+    source = (ROOT / "slipstream/serve/observe/metrics.py").read_text()
     dashboard = (ROOT / "deploy/grafana.json").read_text()
     for name in set(re.findall(r"slipstream:(\w+)", dashboard)):
         bare = re.sub(r"_bucket$", "", name)

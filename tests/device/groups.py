@@ -6,14 +6,14 @@ import select
 import numpy as np
 
 from slipstream.config import EngineConfig
-from slipstream.device.cpu import CpuExecutor
-from slipstream.layers.shard import Shard
+from slipstream.device.cpu.executor import CpuExecutor
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.request import Request, Sampling
+from slipstream.log.request import Request, SamplingParams
 from slipstream.ops.collective import SharedMemory, Solo
+from slipstream.shard import Shard
 from slipstream.weights.checkpoint import open_checkpoint
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 NO_PAGES = np.zeros((0, 3), np.int32)
 
 
@@ -27,7 +27,7 @@ def collectives(size: int, max_bytes: int = 1 << 16) -> list:
     return made
 
 
-def request(id: int, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY) -> Request:
+def request(id: int, prompt: list[int], max_tokens: int, sampling: SamplingParams = GREEDY) -> Request:
     return Request(id, np.array(prompt, "<i4").tobytes(), max_tokens, sampling)
 
 
@@ -42,15 +42,15 @@ def rows(seq: int, entries: list[tuple[int, int, int, bool]], pages: np.ndarray 
 class Group:
     """`size` executors of one model. Every slot has its own pages, in an order that is not the slots'."""
 
-    def __init__(self, path, size: int = 1, slots: int = 8, max_len: int = 256, dtype: str = "float32", block: int = 16):
-        config = EngineConfig(model=str(path), dtype=dtype, max_num_seqs=slots, max_model_len=max_len, block_size=block)
+    def __init__(self, path, size: int = 1, slots: int = 8, max_len: int = 256, dtype: str = "float32", page_size: int = 16):
+        config = EngineConfig(model=str(path), dtype=dtype, max_num_seqs=slots, max_model_len=max_len, block_size=page_size)
         checkpoint = open_checkpoint(path)
         sums = collectives(size)
         self.ranks = [CpuExecutor(checkpoint, config, Shard(r, size), sums[r]) for r in range(size)]
-        self.columns = -(-max_len // block)
+        self.columns = -(-max_len // page_size)
         for rank in self.ranks:
             rank.start(slots * self.columns, slots, max_len)
-        self.slots, self.block, self.seq = slots, block, 0
+        self.slots, self.page_size, self.seq = slots, page_size, 0
 
     def __enter__(self) -> "Group":
         return self

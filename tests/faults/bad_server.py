@@ -7,7 +7,7 @@ import sys
 
 from slipstream import config
 from slipstream.commands import serve
-from slipstream.rank import server as production
+from slipstream.process import server as production
 
 
 def main() -> int:

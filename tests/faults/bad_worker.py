@@ -17,10 +17,10 @@ import numpy as np
 from slipstream.device.executor import StepFailed
 from slipstream.log.entries import Entry, Reply
 from slipstream.log.replica import Replica
+from slipstream.process.channel import FollowerEnd, LeaderEnd
+from slipstream.process.control import Control
+from slipstream.process.protocol import Setup
 from slipstream.rank import worker
-from slipstream.rank.channel import FollowerEnd, LeaderEnd
-from slipstream.rank.control import Control
-from slipstream.rank.protocol import Setup
 from slipstream.schedule.planner import Planner
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

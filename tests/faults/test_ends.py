@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from slipstream.rank.supervisor import ONE_ASKING
+from slipstream.process.supervisor import ONE_ASKING
 from tests.faults.bad import SIM, BadServer
 from tests.helpers.server import ROOT, TINY, Clients, Server, command_line, is_terminal, open_files
 

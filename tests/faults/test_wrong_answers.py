@@ -26,15 +26,15 @@ def test_ff10_a_rank_that_raises_in_its_forward_is_told_at_once(server: BadServe
 
 def test_a_flight_record_shows_the_entry_from_which_the_ranks_differ(server: BadServer):
     verdict = assert_poisons(server, "other token", 1, AT_ONCE)
-    told = re.search(r"rank 1 differs at entry (\d+)", verdict)
-    assert told is not None
+    differs = re.search(r"rank 1 differs at entry (\d+)", verdict)
+    assert differs is not None
     newest = max(server.folder.glob("**/flight-*.json"), key=lambda file: file.stat().st_mtime)
     record = json.loads(newest.read_text())
     assert record["reason"] in verdict
     leader, follower = ({s["entry"]: s["digest"] for s in rank["spans"] if s["phase"] == "launch"} for rank in record["ranks"])
     both = sorted(leader.keys() & follower.keys())
     assert len(both) > 3 and "0" * 16 not in leader.values()
-    assert [e for e in both if leader[e] != follower[e]] == [e for e in both if e >= int(told[1])]
+    assert [e for e in both if leader[e] != follower[e]] == [e for e in both if e >= int(differs[1])]
 
 
 @pytest.mark.parametrize(

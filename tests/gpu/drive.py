@@ -22,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from slipstream.config import EngineConfig  # noqa: E402
 from slipstream.log.batch import Batch  # noqa: E402
-from slipstream.log.request import Request, Sampling  # noqa: E402
+from slipstream.log.request import Request, SamplingParams  # noqa: E402
 from slipstream.ops.collective import SharedMemory  # noqa: E402
 
 EMPTY_PAGES = np.zeros((0, 3), np.int32)
@@ -37,8 +37,8 @@ TINY = {
 class Feeder:
     """Batches for one executor: hands out pages, keeps two steps in flight, collects tokens by slot."""
 
-    def __init__(self, executor, block: int):
-        self.executor, self.block = executor, block
+    def __init__(self, executor, page_size: int):
+        self.executor, self.page_size = executor, page_size
         self.seq = 0
         self.free = list(range(executor_pages(executor), 0, -1))
         self.held: dict[int, list[int]] = {}  # pages by slot; whoever is admitted there next has given them back
@@ -50,7 +50,7 @@ class Feeder:
         self.host: list[float] = []
 
     def admit(self, slot: int, prompt: np.ndarray, **sampling) -> None:
-        self.executor.admit(slot, Request(slot, prompt.astype("<i4").tobytes(), 1, Sampling(**sampling)))
+        self.executor.admit(slot, Request(slot, prompt.astype("<i4").tobytes(), 1, SamplingParams(**sampling)))
         self.free += reversed(self.held.get(slot, []))
         self.length[slot], self.tokens[slot], self.held[slot] = 0, [], []
 
@@ -63,7 +63,7 @@ class Feeder:
         pages = []
         for s, end in zip(slots.tolist(), (starts + counts).tolist(), strict=True):
             self.length[s] = end
-            while len(self.held[s]) * self.block < end:
+            while len(self.held[s]) * self.page_size < end:
                 pages.append((s, len(self.held[s]), self.free[-1]))
                 self.held[s].append(self.free.pop())
         batch = Batch(self.seq, slots, starts, counts, samples, len(decode), np.array(pages, np.int32).reshape(-1, 3))
@@ -107,7 +107,7 @@ def open_executor(device: str, config: EngineConfig, path: str, rank: int, size:
     config.device = device
     executor, _ = build_executor(config, path, rank, size, fd, None)
     capacity = executor.capacity()
-    pages = min(capacity.pages, config.max_num_seqs * -(-capacity.max_len // executor.block))
+    pages = min(capacity.pages, config.max_num_seqs * -(-capacity.max_len // executor.page_size))
     executor.given_pages = pages
     executor.start(pages, capacity.slots, capacity.max_len)
     return executor, capacity
@@ -164,7 +164,7 @@ def story(rank: int, size: int, fd: int, device: str, path: str, dtype: str, eag
         import torch
 
         torch.cuda.set_sync_debug_mode("error")
-    feeder = Feeder(executor, executor.block)
+    feeder = Feeder(executor, executor.page_size)
     rng = np.random.default_rng(1)
     kinds = [
         {"temperature": 0.0}, {"temperature": 0.8, "seed": 11}, {"temperature": 0.0},
@@ -308,7 +308,7 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
         max_num_seqs=128,
         max_num_batched_tokens=2048,
         max_model_len=32768,
-        block_size=int(os.environ.get("BLOCK", 64)),
+        block_size=int(os.environ.get("PAGE_SIZE", 64)),
     )
     executor, capacity = open_executor("cuda", config, path, rank, size, fd)
     torch.cuda.synchronize()
@@ -317,7 +317,7 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
         k.normal_()
         v.normal_()
     torch.cuda.set_sync_debug_mode("error")
-    feeder = Feeder(executor, executor.block)
+    feeder = Feeder(executor, executor.page_size)
     say = print if rank == 0 else lambda *a, **k: None
     say(
         f"TP {size}: ready in {ready:.1f} s, {capacity.pages} pages, weights {capacity.weight_bytes / 2**30:.2f} GiB",

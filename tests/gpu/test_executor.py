@@ -26,7 +26,7 @@ def needs(gpus: int) -> None:
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=str)
-def told(request):
+def case(request):
     """A model's path and what the CPU made of the story."""
     path = drive.write_config(MODELS[request.param])
     return path, drive.spread(1, drive.story, "cpu", path, "float32", False)
@@ -34,9 +34,9 @@ def told(request):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_tokens_equal_the_cpus(told, size, eager):
+def test_tokens_equal_the_cpus(case, size, eager):
     needs(size)
-    path, cpu = told
+    path, cpu = case
     tokens, logprobs, prompts, errors = drive.spread(size, drive.story, "cuda", path, "float32", eager)
     assert tokens == cpu[0]
     assert errors == cpu[3]
@@ -57,7 +57,7 @@ def alone(rank: int, size: int, fd: int, scenario: str):
         kv_cache_memory_bytes=1 << 26,
     )  # fmt: skip
     executor, _ = drive.open_executor("cuda", config, path, rank, size, fd)
-    return {"padding": padding, "flights": flights}[scenario](executor, drive.Feeder(executor, executor.block))
+    return {"padding": padding, "flights": flights}[scenario](executor, drive.Feeder(executor, executor.page_size))
 
 
 def padding(executor, feeder) -> bool:
@@ -108,7 +108,7 @@ def test_ff07_an_event_is_not_recorded_again_before_it_was_waited_for():
 
 
 def test_more_ranks_than_gpus_are_refused_by_name():
-    from slipstream.device.cuda_memory import choose_device
+    from slipstream.device.cuda.memory import choose_device
     from slipstream.errors import ConfigError
 
     count = torch.cuda.device_count()
@@ -118,7 +118,7 @@ def test_more_ranks_than_gpus_are_refused_by_name():
 
 def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
     from slipstream.config import EngineConfig
-    from slipstream.device.cuda_memory import GIB, pages_that_fit
+    from slipstream.device.cuda.memory import GIB, pages_that_fit
     from slipstream.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"GiB × --gpu-memory-utilization 0.9 = .* for weights"):

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.layers.shard import Heads, Shard
+from slipstream.shard import Heads, Shard
 
 DEVICE = torch.device("cuda", 0)
 
 
 def make_ops(dtype):
-    from slipstream.ops.symmetric import Symmetric
-    from slipstream.ops.triton_ops import CudaOps
+    from slipstream.ops.cuda.ops import CudaOps
+    from slipstream.ops.cuda.symmetric import Symmetric
 
     return CudaOps(dtype, DEVICE, Shard(), Symmetric(DEVICE, 0, 1))
 
@@ -33,7 +33,7 @@ def rotary(length: int, dim: int) -> torch.Tensor:
 def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, norms):
     """float64 [T, queries * dim]: x [T, heads, dim] of rows with `lengths` tokens each after `past` [row][n, 2, keys, dim]."""
     x = x.double()
-    q, k, v = x.split([heads.queries, heads.keys, heads.keys], 1)
+    q, k, v = x.split([heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads], 1)
     if norms is not None:
         q, k = (t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6) * w.double() for t, w in ((q, norms[0]), (k, norms[1])))
     cos, sin = table.double()[positions].unsqueeze(1).chunk(2, -1)
@@ -47,7 +47,7 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
     for row, n in enumerate(lengths):
         keys = torch.cat([past[row][:, 0].double(), k[at : at + n]])
         values = torch.cat([past[row][:, 1].double(), v[at : at + n]])
-        share = heads.queries // heads.keys
+        share = heads.num_q_heads // heads.num_kv_heads
         keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
         s = torch.einsum("qhd,khd->hqk", q[at : at + n], keys) * dim**-0.5
         seen = torch.arange(len(keys), device=DEVICE)[None] <= torch.arange(n, device=DEVICE)[:, None] + len(past[row])
@@ -57,16 +57,16 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("queries, keys, dim", [(8, 2, 64), (6, 3, 80), (16, 4, 128), (4, 4, 96), (4, 1, 256)])
+@pytest.mark.parametrize("num_q_heads, num_kv_heads, dim", [(8, 2, 64), (6, 3, 80), (16, 4, 128), (4, 4, 96), (4, 1, 256)])
 @pytest.mark.parametrize("shape", ["decode", "one long row", "one among short ones", "mixed", "short chunk, long context"])
-@pytest.mark.parametrize("block", [16, 64, 128])
-def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, page_size):
+    from slipstream.ops.cuda.ops import CudaStep, Norm
+    from slipstream.ops.cuda.prompt_blocks import COLUMNS
     from slipstream.ops.interface import Attention
-    from slipstream.ops.prompt_blocks import COLUMNS
-    from slipstream.ops.triton_ops import CudaStep, Norm
 
     ops = make_ops(dtype)
-    heads = Heads(0, queries, 0, keys)
+    heads = Heads(0, num_q_heads, 0, keys)
     starts, counts, decodes = {
         "decode": ([0, 5, 300, 1500, 31, 32], [1] * 6, 6),
         "one long row": ([2900], [1], 1),
@@ -77,27 +77,27 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
     rows, total, padded = len(starts), sum(counts), sum(counts) + 3
     pages = 1000
     norms = [torch.rand(dim, device=DEVICE, dtype=dtype) + 0.5 for _ in range(2)] if dim == 128 else None
-    if block > 16 and (dtype == torch.float32 or dim not in (64, 128)):
+    if page_size > 16 and (dtype == torch.float32 or dim not in (64, 128)):
         pytest.skip("pages of many tokens matter where tiles are taken")
     table = rotary(4096, dim)
     spec = Attention(0, heads, dim, dim**-0.5, table, *([Norm(w, 1e-6) for w in norms] if norms else [None, None]))
-    cache = [torch.full((pages + 1, keys, block, dim), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
+    cache = [torch.full((pages + 1, keys, page_size, dim), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
     for c in cache:
         c[0] = 0
     tables = torch.zeros((rows + 1, 256), dtype=torch.int32, device=DEVICE)
     free = (torch.randperm(pages) + 1).tolist()
     past = []
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        mine = [free.pop() for _ in range(-(-(start + count) // block))]
+        mine = [free.pop() for _ in range(-(-(start + count) // page_size))]
         tables[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
         old = torch.randn(start, 2, keys, dim, device=DEVICE, dtype=dtype)
         past.append(old)
         for i in (0, 1):
-            for p in range(-(-start // block)):
-                part = old[p * block : (p + 1) * block, i]
+            for p in range(-(-start // page_size)):
+                part = old[p * page_size : (p + 1) * page_size, i]
                 cache[i][mine[p], :, : len(part)] = part.transpose(0, 1)
                 cache[i][mine[p], :, len(part) :] = 0
-    qkv = torch.randn(padded, (queries + 2 * keys) * dim, device=DEVICE, dtype=dtype)
+    qkv = torch.randn(padded, (num_q_heads + 2 * keys) * dim, device=DEVICE, dtype=dtype)
     positions = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
     slots = torch.full((padded,), rows, dtype=torch.int32, device=DEVICE)
     prompts, at = [], 0
@@ -111,11 +111,11 @@ def test_attention_equals_float64(dtype, queries, keys, dim, shape, block):
         qkv[:total].view(total, -1, dim), past, positions[:total].long(), counts, heads, dim, table, norms
     )  # fmt: skip
     parts = np.zeros((128, COLUMNS), np.int32)
-    part_counts = ops.cutter(queries).cut(prompts, parts)
+    part_counts = ops.cutter(num_q_heads).cut(prompts, parts)
     put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     step = CudaStep(
-        positions, positions, slots, tables, [(cache[0], cache[1])], ops.tile_caches([(cache[0], cache[1])], block),
-        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), block, 8 if prompts else decodes, put([decodes]), bool(prompts),
+        positions, positions, slots, tables, [(cache[0], cache[1])], ops.tile_caches([(cache[0], cache[1])], page_size),
+        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), page_size, 8 if prompts else decodes, put([decodes]), bool(prompts),
         put(parts), put(part_counts),
     )  # fmt: skip
     ops.begin(step)
@@ -130,8 +130,8 @@ def test_parts_of_decode_rows_cover_their_caches(rows, heads):
     """Each part once, in whole tiles but for the last, of as many rows as are real; a long row among short ones gets many."""
     from types import SimpleNamespace
 
-    from slipstream.ops.triton_attention import TILE
-    from slipstream.ops.triton_ops import MOST_PARTS, decode_parts
+    from slipstream.ops.cuda.attention import TILE
+    from slipstream.ops.cuda.ops import MOST_PARTS, decode_parts
 
     ops, rng = make_ops(torch.bfloat16), np.random.default_rng(rows * heads)
     scratch = ops.scratch(128, heads, 64)
@@ -165,7 +165,7 @@ def test_parts_of_decode_rows_cover_their_caches(rows, heads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [96, 576, 4096])
 def test_norm_swiglu_and_embedding_equal_float64(dtype, width):
-    from slipstream.ops.triton_ops import Linear, Norm
+    from slipstream.ops.cuda.ops import Linear, Norm
 
     ops = make_ops(dtype)
     x = torch.randn(37, width, device=DEVICE, dtype=dtype)
@@ -190,9 +190,9 @@ def test_norm_swiglu_and_embedding_equal_float64(dtype, width):
 def test_the_draw_equals_the_plain_one(vocab):
     import numpy as np
 
-    from slipstream.log.request import Sampling
+    from slipstream.log.request import SamplingParams
+    from slipstream.ops.cuda.sample import TILE, local_best_kernel
     from slipstream.ops.sampling import choose, mix
-    from slipstream.ops.triton_sample import TILE, local_best_kernel
 
     n = 7
     logits = torch.randn(n, vocab, device=DEVICE) * 2
@@ -211,6 +211,6 @@ def test_the_draw_equals_the_plain_one(vocab):
     )  # fmt: skip
     got = ids.gather(1, scores.argmax(1, keepdim=True))[:, 0].tolist()
     assert got == [
-        choose(logits[i].cpu(), Sampling(temperature=temperatures[i], seed=seeds[i], choice=2), ends[i]) for i in range(n)
+        choose(logits[i].cpu(), SamplingParams(temperature=temperatures[i], seed=seeds[i], choice=2), ends[i]) for i in range(n)
     ]  # fmt: skip
     assert counter.item() == 1

@@ -14,9 +14,9 @@ from slipstream.graph.groups import LocalGroup, ProcessGroup, TaskGroup
 from slipstream.graph.model import Edge, Model, Stream, Walk
 from slipstream.graph.work import Work
 from slipstream.graph.worker import WorkerSpec, build_steps
-from slipstream.rank.board import Board
-from slipstream.rank.group import Group as RankGroup
-from slipstream.rank.group import Spec, State
+from slipstream.process.board import Board
+from slipstream.process.group import Group as RankGroup
+from slipstream.process.group import Spec, State
 from slipstream.transport.arena import Arena
 
 from .toys import TOY, component

@@ -12,25 +12,25 @@ from zlib import crc32
 
 import numpy as np
 
-from slipstream.log.batch import Batch, Offload, Outcome, Restore, Seat
+from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
 from slipstream.log.replica import Replica
-from slipstream.log.request import Request, Sampling
+from slipstream.log.request import Request, SamplingParams
 from slipstream.log.state import ENDED, FREE, PREEMPTED, RUNNING, Limits
+from slipstream.process.protocol import Finished, Refused, Started, Tokens
 from slipstream.rank.events import (
     Aborted,
-    Answer,
     Arrived,
     Effect,
     Launch,
     Poison,
     Send,
+    SendReply,
+    SendToFront,
     Submitted,
-    Tell,
     Tick,
 )
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Finished, Refused, Started, Tokens
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 
@@ -41,7 +41,7 @@ def request(
     id: int, prompt: Iterable[int], max_tokens: int = 8, priority: int = 0, salt: bytes = b"", **sampling: Any
 ) -> Request:
     tokens = np.array(list(prompt), "<i4").tobytes()
-    return Request(id, tokens, max_tokens, Sampling(temperature=0.0, **sampling), priority, salt)
+    return Request(id, tokens, max_tokens, SamplingParams(temperature=0.0, **sampling), priority, salt)
 
 
 def expected(r: Request) -> list[int]:
@@ -57,8 +57,8 @@ def expected(r: Request) -> list[int]:
 
 class ToyDevice:
     def __init__(self, limits: Limits):
-        self.block = limits.block
-        self.table: dict[int, dict[int, int]] = {}
+        self.page_size = limits.page_size
+        self.page_table: dict[int, dict[int, int]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.sums: dict[int, list[int]] = {}  # by slot and position: checksum of the tokens through it
         self.kv: dict[tuple[int, int], int] = {}  # (page, offset) -> checksum
@@ -67,7 +67,7 @@ class ToyDevice:
 
     def seat(self, slot: int, r: Request) -> None:
         self.tokens[slot] = np.frombuffer(r.prompt, "<i4").tolist()
-        self.table[slot] = {}
+        self.page_table[slot] = {}
         sums, crc = [], 0
         for token in self.tokens[slot]:
             crc = crc32(np.int32(token).tobytes(), crc)
@@ -76,7 +76,7 @@ class ToyDevice:
 
     def copy(self, from_device: bool, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
         for page, h in zip(pages, host, strict=True):
-            for i in range(self.block):
+            for i in range(self.page_size):
                 if from_device:
                     self.host[h, i] = self.kv.get((page, i))
                 elif self.host.get((h, i)) is not None:
@@ -85,20 +85,20 @@ class ToyDevice:
     def run(self, batch: Batch) -> Outcome:
         for slot, column, page in batch.pages.tolist():
             assert page > 0, "the null page was handed out"
-            self.table[slot][column] = page
+            self.page_table[slot][column] = page
         rows = list(
             zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), batch.samples.tolist(), strict=True)
         )
         assert len({r[0] for r in rows}) == len(rows), "two rows of one slot in a step"
         for slot, start, _, _ in rows:
             for at in range(start):
-                found = self.kv.get((self.table[slot][at // self.block], at % self.block))
+                found = self.kv.get((self.page_table[slot][at // self.page_size], at % self.page_size))
                 assert found == self.sums[slot][at], f"slot {slot} would read what is not there at position {at} of {start}"
         written: set[tuple[int, int]] = set()
         sampled = []
         for slot, start, count, samples in rows:
             for at in range(start, start + count):
-                place = (self.table[slot][at // self.block], at % self.block)
+                place = (self.page_table[slot][at // self.page_size], at % self.page_size)
                 assert place not in written, "two rows of one step write the same place"
                 written.add(place)
                 self.kv[place] = self.sums[slot][at]
@@ -121,14 +121,14 @@ class ToyGroup:
         pages: int = 64,
         slots: int = 8,
         max_len: int = 256,
-        block: int = 4,
+        page_size: int = 4,
         cap: int = 64,
         target: float | None = None,
         max_queue: int = 1000,
         caching: bool = True,
         host_pages: int = 0,
     ):
-        limits = Limits(pages, slots, max_len, block, caching, host_pages)
+        limits = Limits(pages, slots, max_len, page_size, caching, host_pages)
         self.replica = Replica(limits)
         self.planner = Planner(self.replica, Budget(cap, target), max_queue)
         self.leader = Leader(self.replica, self.planner, size, asynchronous)
@@ -170,7 +170,7 @@ class ToyGroup:
                 if isinstance(what, Batch):
                     self._on(rank, Arrived(device.run(what)))
                     break
-                if isinstance(what, Seat):
+                if isinstance(what, InitSlot):
                     device.seat(what.slot, what.request)
                 else:
                     device.copy(isinstance(what, Offload), what.pages, what.host)
@@ -200,15 +200,15 @@ class ToyGroup:
             self.queues[rank].append(effect.batch)
             if not rank:
                 self.batches.append(effect.batch)
-        elif isinstance(effect, Seat | Offload | Restore):
+        elif isinstance(effect, InitSlot | Offload | Restore):
             self.queues[rank].append(effect)
         elif isinstance(effect, Send):
             self.entries.append(effect.message)
             self.mail.extend((i, effect.message) for i in range(1, len(self.ranks)))
-        elif isinstance(effect, Answer):
+        elif isinstance(effect, SendReply):
             if rank:
                 self.mail.append((0, effect.reply))
-        elif isinstance(effect, Tell):
+        elif isinstance(effect, SendToFront):
             self._tell(effect.message)
         elif isinstance(effect, Poison):
             raise AssertionError(effect.reason)
@@ -250,11 +250,11 @@ class ToyGroup:
 
 def check(replica: Replica) -> None:
     """The invariants of a replica, at any time between two events."""
-    pages, block = replica.pages, replica.limits.block
+    pages, page_size = replica.pages, replica.limits.page_size
     refs = [0] * (pages.total + 1)
     for slot, phase in enumerate(replica.phase.tolist()):
         held = int(replica.held[slot])
-        for page in replica.table[slot, :held].tolist():
+        for page in replica.page_table[slot, :held].tolist():
             assert page > 0
             refs[page] += 1
         launched, target, limit, committed = (
@@ -265,7 +265,7 @@ def check(replica: Replica) -> None:
             assert not held
             continue
         assert launched <= target <= limit and committed <= target
-        assert held * block >= launched or phase in (PREEMPTED,)
+        assert held * page_size >= launched or phase in (PREEMPTED,)
         assert (slot in replica.decoding) + (slot in replica.prefilling) <= (phase == RUNNING)
         if phase == PREEMPTED:
             assert not held and not launched

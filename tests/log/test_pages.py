@@ -12,20 +12,20 @@ tokens = st.lists(st.integers(0, 5), max_size=24).map(lambda x: np.array(x, "<i4
 
 
 @given(tokens, tokens, st.integers(1, 5))
-def test_two_keys_are_equal_exactly_where_all_tokens_through_the_page_are(a: bytes, b: bytes, block: int):
-    ka, kb = page_keys(a, block), page_keys(b, block)
-    assert len(ka) == len(a) // 4 // block
+def test_two_keys_are_equal_exactly_where_all_tokens_through_the_page_are(a: bytes, b: bytes, page_size: int):
+    ka, kb = page_keys(a, page_size), page_keys(b, page_size)
+    assert len(ka) == len(a) // 4 // page_size
     for i, (x, y) in enumerate(zip(ka, kb, strict=False)):
-        end = 4 * block * (i + 1)
+        end = 4 * page_size * (i + 1)
         assert (x == y) == (a[:end] == b[:end])
 
 
 @given(tokens, st.integers(1, 4), st.integers(0, 6))
-def test_keys_can_be_continued_from_a_parent(text: bytes, block: int, first: int):
-    keys = page_keys(text, block)
+def test_keys_can_be_continued_from_a_parent(text: bytes, page_size: int, first: int):
+    keys = page_keys(text, page_size)
     first = min(first, len(keys))
     parent = keys[first - 1] if first else b""
-    assert page_keys(text, block, parent=parent, first=first) == keys[first:]
+    assert page_keys(text, page_size, parent=parent, first=first) == keys[first:]
 
 
 @given(tokens)

@@ -11,7 +11,7 @@ from slipstream.log.replica import Replica
 from slipstream.log.state import ENDED, PREEMPTED, RUNNING, Limits
 from tests.helpers.toy_group import check, request
 
-LIMITS = Limits(pages=24, slots=4, max_len=40, block=4, host_pages=8)
+LIMITS = Limits(pages=24, slots=4, max_len=40, page_size=4, host_pages=8)
 
 
 def step(*rows: tuple[int, int, int], decode: bool = True) -> Step:
@@ -242,7 +242,7 @@ def test_any_sequence_of_commands_steps_and_settles_keeps_the_invariants(data: s
         call = data.draw(st.sampled_from(calls))
         if call == "admit":
             prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=20))
-            if -(-len(prompt) // LIMITS.block) <= replica.pages.available:
+            if -(-len(prompt) // LIMITS.page_size) <= replica.pages.available:
                 id += 1
                 stops = data.draw(st.sampled_from([(), (3,)]))
                 admitted(replica, request(id, prompt, data.draw(st.integers(1, 12)), stop_ids=stops))
@@ -267,7 +267,7 @@ def test_any_sequence_of_commands_steps_and_settles_keeps_the_invariants(data: s
             slot = data.draw(st.sampled_from(running))
             replica.preempt(slot, bool(len(replica.free_host) >= LIMITS.host_pages and data.draw(st.booleans())))
         resumable = [s for s in range(LIMITS.slots) if replica.phase[s] == PREEMPTED and not replica.pending(s)]
-        if resumable and -(-int(replica.target[resumable[0]]) // LIMITS.block) <= replica.pages.available:
+        if resumable and -(-int(replica.target[resumable[0]]) // LIMITS.page_size) <= replica.pages.available:
             replica.admit(resumable[0], replica.requests[resumable[0]], [])
         check(replica)
     twin = replica.copy()

@@ -15,14 +15,14 @@ class Setting(NamedTuple):
     cache: str
     pages: str
     mode: str
-    block: int = 16
+    page_size: int = 16
 
     def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in self._asdict().items() if (name, value) != ("block", 16))
+        return "-".join(f"{name}={value}" for name, value in self._asdict().items() if (name, value) != ("page_size", 16))
 
     def flags(self) -> list[str]:
         flags = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "-tp", str(self.ranks)]
-        flags += ["--scheduling", self.mode, "--block-size", str(self.block)]
+        flags += ["--scheduling", self.mode, "--block-size", str(self.page_size)]
         flags += ["--enable-prefix-caching" if self.cache == "cached" else "--no-enable-prefix-caching"]
         flags += ["--max-num-batched-tokens", "2048" if self.chunk == "whole" else self.chunk]
         if self.chunk == "whole":
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 PLAINEST = Setting(1, "whole", "uncached", "plenty", "serial")
 AXES = ((1, 2), ("16", "64", "whole"), ("cached", "uncached"), ("plenty", "scarce"), ("serial", "async"))
 ALL = [Setting(*values) for values in itertools.product(*AXES)]
-ODD = Setting(1, "64", "cached", "scarce", "async", block=7)  # pages that no chunk size is a multiple of
+ODD = Setting(1, "64", "cached", "scarce", "async", page_size=7)  # pages that no chunk size is a multiple of
 
 
 def pairwise(settings: list[Setting]) -> list[Setting]:

@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from slipstream.device.cpu_memory import allocate_caches
+from slipstream.device.cpu.memory import allocate_caches
 from slipstream.errors import ModelError
-from slipstream.layers.shard import Shard
 from slipstream.models.registry import build
-from slipstream.ops.paged import build_step
-from slipstream.ops.plain import PlainOps
+from slipstream.ops.cpu.ops import PlainOps
+from slipstream.ops.cpu.paged import build_step
+from slipstream.shard import Shard
 from slipstream.weights.checkpoint import open_checkpoint
 from tests.device.groups import collectives
 from tests.helpers import checkpoints

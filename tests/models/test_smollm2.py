@@ -5,12 +5,12 @@ import pathlib
 
 import pytest
 
-from slipstream.log.request import Sampling
+from slipstream.log.request import SamplingParams
 from tests.device.groups import Group
 from tests.helpers.checkpoints import smollm2
 
 CASES = json.loads((pathlib.Path(__file__).parents[1] / "data" / "smollm2_greedy.json").read_text())["cases"]
-WITH_LOGPROBS = Sampling(temperature=0.0, logprobs=0)
+WITH_LOGPROBS = SamplingParams(temperature=0.0, logprobs=0)
 
 
 def compare(cases, tokens, logprobs) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.log.request import Sampling
+from slipstream.log.request import SamplingParams
 from slipstream.ops.sampling import (
     adjust,
     best_of,
@@ -30,13 +30,13 @@ INF = math.inf
 
 def adjusted(logits=None, tokens=TOKENS, **fields) -> list[float]:
     row = torch.tensor(logits if logits is not None else [1.0] * V)
-    adjust(row, Sampling(**fields), tokens, len(PROMPT))
+    adjust(row, SamplingParams(**fields), tokens, len(PROMPT))
     return row.tolist()
 
 
 def restricted(probabilities: list[float], **fields) -> list[int]:
     """Ids that stay."""
-    ids = survivors(np.log(np.array(probabilities, np.float32)), Sampling(**fields))
+    ids = survivors(np.log(np.array(probabilities, np.float32)), SamplingParams(**fields))
     assert ids is not None
     return ids.tolist()
 
@@ -72,7 +72,7 @@ def test_stop_ids_are_masked_below_min_tokens():
 def test_top_k_keeps_the_best_and_what_ties_with_the_last():
     assert restricted([0.1, 0.4, 0.2, 0.3], top_k=2) == [1, 3]
     assert restricted([0.2, 0.4, 0.2, 0.2], top_k=2) == [0, 1, 2, 3]
-    assert survivors(np.zeros(3, np.float32), Sampling(top_k=50)) is None
+    assert survivors(np.zeros(3, np.float32), SamplingParams(top_k=50)) is None
 
 
 def test_top_p_keeps_the_fewest_that_reach_it():
@@ -98,7 +98,7 @@ def test_a_few_best_are_enough_or_all_are_looked_at():
                 mass = np.exp(left - left[0]).cumsum()
                 if top_p < 1.0:
                     floor = left[min(np.searchsorted(mass, top_p * mass[-1]), len(left) - 1)]
-                got = survivors(row, Sampling(top_k=top_k, top_p=top_p))
+                got = survivors(row, SamplingParams(top_k=top_k, top_p=top_p))
                 assert got is not None and abs(len(got) - int((row >= floor).sum())) <= 1
 
 
@@ -112,9 +112,9 @@ def test_top_p_counts_what_top_k_left():
 
 
 def test_greedy_takes_the_lowest_of_equals_and_reports_where_nothing_is_allowed():
-    assert choose(torch.tensor([0.0, 3.0, 3.0, 1.0]), Sampling(temperature=0.0), 5) == 1
-    assert choose(torch.full((4,), -INF), Sampling(temperature=0.0), 5) == -1
-    assert choose(torch.full((4,), -INF), Sampling(temperature=1.0), 5) == -1
+    assert choose(torch.tensor([0.0, 3.0, 3.0, 1.0]), SamplingParams(temperature=0.0), 5) == 1
+    assert choose(torch.full((4,), -INF), SamplingParams(temperature=0.0), 5) == -1
+    assert choose(torch.full((4,), -INF), SamplingParams(temperature=1.0), 5) == -1
 
 
 def test_logprobs_are_those_of_the_softmax_with_rank_and_best():
@@ -175,7 +175,9 @@ def test_the_noise_is_gumbel_distributed():
 def test_drawn_tokens_follow_the_softmax(temperature):
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     n = 6000
-    counts = np.bincount([choose(logits.clone(), Sampling(temperature=temperature, seed=i), 9) for i in range(n)], minlength=5)
+    counts = np.bincount(
+        [choose(logits.clone(), SamplingParams(temperature=temperature, seed=i), 9) for i in range(n)], minlength=5
+    )
     expected = (logits / temperature).softmax(-1).numpy()
     assert (np.abs(counts / n - expected) < 4 * np.sqrt(expected * (1 - expected) / n)).all()
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from slipstream.device.sim import SimTokens
-from slipstream.log.batch import Batch, Outcome, Seat
+from slipstream.log.batch import Batch, InitSlot, Outcome
 from slipstream.log.grammar import MakeMatcher
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.state import Limits
+from slipstream.process.protocol import Finished, Refused, Tokens
 from slipstream.rank import events
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
-from slipstream.rank.protocol import Finished, Refused, Tokens
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 
@@ -117,11 +117,11 @@ class Machines:
         if isinstance(effect, events.Send):
             for other in self.members[1:]:
                 other.inbox.append(effect.message)
-        elif isinstance(effect, events.Answer) and rank:
+        elif isinstance(effect, events.SendReply) and rank:
             self.members[0].inbox.append(effect.reply)
         elif isinstance(effect, events.Prepare):
             member.asked.append(effect)
-        elif isinstance(effect, Seat):
+        elif isinstance(effect, InitSlot):
             member.sim.admit(effect.slot, effect.request)
         elif isinstance(effect, events.Launch):
             member.calls.append(("whole", effect.batch.seq))
@@ -138,7 +138,7 @@ class Machines:
             self.wake_at = effect.at
         elif isinstance(effect, events.Poison):
             raise AssertionError(effect.reason)
-        elif isinstance(effect, events.Tell):
+        elif isinstance(effect, events.SendToFront):
             self._tell(effect.message)
 
     def _tell(self, message: Any) -> None:

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.log.request import Request, Sampling
-from slipstream.ops.grammar import Bound, Maker, Vocabulary
+from slipstream.grammar.matcher import Bound, Maker, Vocabulary
+from slipstream.log.request import Request, SamplingParams
 from tests.rank.machines import Machines
 
 END = 0
@@ -18,7 +18,7 @@ FREE, DIGITS, LETTERS, DEAD = "", "start: /[0-9]{8,40}/", "start: /[a-d]{2,9}/",
 def request(id: int, grammar: str = FREE, prompt: int = 6, max_tokens: int = 14, **bound) -> Request:
     ids = np.arange(id * 7 + 1, id * 7 + 1 + prompt, dtype="<i4") % len(TOKENS)
     data = Bound(grammar, **bound).encode() if grammar else b""
-    return Request(id, ids.tobytes(), max_tokens, Sampling(seed=id, stop_ids=(END,)), grammar=data)
+    return Request(id, ids.tobytes(), max_tokens, SamplingParams(seed=id, stop_ids=(END,)), grammar=data)
 
 
 MIXED = [request(1, DIGITS), request(2), request(3, LETTERS), request(4, DIGITS, prompt=20), request(5, LETTERS, min_tokens=5)]

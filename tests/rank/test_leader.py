@@ -7,14 +7,14 @@ from slipstream.log.batch import Batch
 from slipstream.log.entries import Entry, Reply
 from slipstream.log.replica import Replica
 from slipstream.log.state import Limits
-from slipstream.rank.events import Arrived, Poison, Send, Submitted, Tell, Tick
+from slipstream.process.protocol import Finished, Tokens
+from slipstream.rank.events import Arrived, Poison, Send, SendToFront, Submitted, Tick
 from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader, load_of
-from slipstream.rank.protocol import Finished, Tokens
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 from tests.helpers.toy_group import ToyDevice, ToyGroup, request
 
-LIMITS = Limits(pages=64, slots=8, max_len=256, block=4)
+LIMITS = Limits(pages=64, slots=8, max_len=256, page_size=4)
 
 
 class Lone:
@@ -25,20 +25,20 @@ class Lone:
         self.leader = Leader(replica, Planner(replica, Budget(64), 100), size, asynchronous)
         self.device = ToyDevice(LIMITS)
         self.now = 0.0
-        self.told: list = []
+        self.messages: list = []
         self.entries: list[Entry] = []
         self.batches: list = []
         self.poison: Poison | None = None
 
     def on(self, event) -> None:
         for effect in self.leader.on(event, self.now):
-            if isinstance(effect, Tell):
-                self.told.append(effect.message)
+            if isinstance(effect, SendToFront):
+                self.messages.append(effect.message)
             elif isinstance(effect, Send) and isinstance(effect.message, Entry):
                 self.entries.append(effect.message)
             elif isinstance(effect, Poison):
                 self.poison = effect
-            elif type(effect).__name__ == "Seat":
+            elif type(effect).__name__ == "InitSlot":
                 self.device.seat(effect.slot, effect.request)
             elif type(effect).__name__ == "Launch":
                 self.batches.append(effect.batch)
@@ -52,7 +52,7 @@ class Lone:
         return Reply(rank, seq, digest, existed)
 
     def ends(self) -> list[Finished]:
-        return [m for m in self.told if isinstance(m, Finished)]
+        return [m for m in self.messages if isinstance(m, Finished)]
 
 
 def test_an_end_waits_until_every_rank_has_acknowledged_the_drop_and_tokens_do_not():
@@ -60,7 +60,7 @@ def test_an_end_waits_until_every_rank_has_acknowledged_the_drop_and_tokens_do_n
     group.on(Submitted(request(1, range(4), 2)))
     while group.batches:
         group.land()
-    assert sum(isinstance(m, Tokens) for m in group.told) == 2 and not group.ends()
+    assert sum(isinstance(m, Tokens) for m in group.messages) == 2 and not group.ends()
     drop = next(e.seq for e in group.entries if any(type(c).__name__ == "Drop" for c in e.commands))
     for seq in range(drop + 1):
         group.on(group.right(seq, rank=1))

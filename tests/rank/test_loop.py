@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from slipstream.errors import Diverged
-from slipstream.log.entries import Body, Entry, Forget
+from slipstream.log.entries import Entry, Forget, RequestBody
 from slipstream.log.replica import Replica
-from slipstream.log.request import Request, Sampling
+from slipstream.log.request import Request, SamplingParams
 from slipstream.log.state import Limits
 from slipstream.rank.events import Prepare
 from slipstream.rank.loop import Rank
 
-BOUND = Body(Request(7, np.arange(4, dtype="<i4").tobytes(), 8, Sampling(), grammar=b"a"))
+BOUND = RequestBody(Request(7, np.arange(4, dtype="<i4").tobytes(), 8, SamplingParams(), grammar=b"a"))
 
 
 @pytest.fixture
 def follower() -> Rank:
-    rank = Rank(3, Replica(Limits(pages=8, slots=2, max_len=32, block=4)))
+    rank = Rank(3, Replica(Limits(pages=8, slots=2, max_len=32, page_size=4)))
     assert list(rank.on(Entry(0, -1)))
     return rank
 
@@ -37,11 +37,11 @@ def test_a_lost_body_is_noticed_at_the_next_entry_though_no_entry_admits_it(foll
     for message in messages:
         list(follower.on(message))
     with pytest.raises(Diverged, match="rank 3 has had 1 bodies and forgets of the 2 sent before entry 1"):
-        list(follower.on(Entry(1, -1, told=2)))
+        list(follower.on(Entry(1, -1, side_messages=2)))
 
 
 def test_what_came_is_counted_anew_for_each_entry(follower: Rank):
     assert [type(e) for e in follower.on(BOUND)] == [Prepare]
-    list(follower.on(Entry(1, -1, told=1)))
+    list(follower.on(Entry(1, -1, side_messages=1)))
     list(follower.on(Entry(2, -1)))
     assert follower.applied == 2

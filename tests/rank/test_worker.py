@@ -4,9 +4,9 @@ import pytest
 
 from slipstream.errors import ModelError
 from slipstream.graph import worker as graph_worker
+from slipstream.process.control import Control
+from slipstream.process.protocol import Fault, FromRank, Setup, ToRank
 from slipstream.rank import worker
-from slipstream.rank.control import Control
-from slipstream.rank.protocol import Fault, FromRank, Setup, ToRank
 
 
 @pytest.mark.parametrize(("error", "refusal"), [(ModelError, True), (RuntimeError, False)])

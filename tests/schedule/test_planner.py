@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
 from slipstream.schedule.admission import BYPASSES
 from slipstream.schedule.budget import Budget
-from slipstream.schedule.planner import Planner, Share
+from slipstream.schedule.planner import Planner, PrefillShare
 from tests.helpers.toy_group import ToyGroup, expected, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -63,7 +63,7 @@ def test_what_a_step_holds_is_priced_by_where_all_of_it_is(last: float):
     replica = SimpleNamespace(prefilling=[0, 1], target=np.array([720, 103_000]), launched=np.array([620, 100_000]), ids=[7, 8])
     replica.requests = {slot: request(7 + slot, [1]) for slot in (0, 1)}
     planner = Planner(replica, budget, 8)  # type: ignore[arg-type]
-    planner.order, planner._last = {0: (0, 0), 1: (0, 1)}, Share(0, [], -1, last)
+    planner.arrival, planner._last = {0: (0, 0), 1: (0, 1)}, PrefillShare(0, [], -1, last)
     room, rows, _, _ = planner._share(np.arange(16), planner._turns())
     assert sum(n for _, _, n in rows) == room >= 64
     assert budget.base + sum(n * budget.cost(start) for _, start, n in rows) <= 1.05 * 0.016
@@ -262,7 +262,7 @@ def test_ff28_the_head_is_not_passed_for_ever():
 
 
 def test_ff32_what_can_never_fit_is_refused_at_once_with_the_fields_name():
-    group = ToyGroup(pages=10, max_len=64, block=4)
+    group = ToyGroup(pages=10, max_len=64, page_size=4)
     group.submit(request(1, range(60), 10))  # longer than the length
     group.submit(request(2, range(50), 4))  # longer than all pages
     assert group.refused[1].status == 400 and group.refused[1].param == "max_tokens"

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from slipstream.config import EngineConfig, ServerConfig
-from slipstream.rank.board import Board
-from slipstream.rank.protocol import Attach, Down
+from slipstream.process.board import Board
+from slipstream.process.protocol import Attach, Down
 from slipstream.serve.front import Front
 from slipstream.serve.main import make_server
 from tests.serve.fake import EOS, FakeLeader, FakeTokenizer, Script

@@ -14,7 +14,7 @@ import msgspec
 
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, TokenLogprobs
-from slipstream.rank.protocol import Abort, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens, ToLeader
+from slipstream.process.protocol import Abort, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens, ToLeader
 
 EOS, START = 256, 257
 WORDS = [" hello", " world", "ab", "abc", "\n\n", "é", " 7", " 8,", "STOP", "ST", "OP"]

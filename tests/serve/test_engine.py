@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.log.request import Request
-from slipstream.rank.protocol import Abort, Attach, Down, Finished, Refused, Started, Submit, Tokens, ToLeader
-from slipstream.serve.engine import Engine
+from slipstream.process.protocol import Abort, Attach, Down, Finished, Refused, Started, Submit, Tokens, ToLeader
+from slipstream.serve.engine.engine import Engine
 from slipstream.serve.errors import Failed, Failure
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from slipstream.serve.metrics import Metrics
-from slipstream.serve.tally import Tally
+from slipstream.serve.observe.metrics import Metrics
+from slipstream.serve.observe.shared_counters import SharedCounters
 from tests.helpers.server import Server
 
 
@@ -64,7 +64,7 @@ def test_sums_are_over_blocks():
     import os
 
     fd = os.memfd_create("test")
-    fronts = [Metrics("m", Tally(fd, i, 2)) for i in range(2)]
+    fronts = [Metrics("m", SharedCounters(fd, i, 2)) for i in range(2)]
     for i, m in enumerate(fronts):
         m.prompt(10 + i)
         m.token()

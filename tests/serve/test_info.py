@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from slipstream.rank.board import PHASE_ID, Board
-from slipstream.serve.progress import Progress
+from slipstream.process.board import PHASE_ID, Board
+from slipstream.serve.engine.progress import Progress
 from tests.serve.fake import EOS, Script, wait_for
 
 
@@ -47,7 +47,7 @@ def test_health_says_what_is_missing(own_front):
 
 
 def test_ff08_health_follows_progress_not_life(monkeypatch):
-    monkeypatch.setattr("slipstream.serve.progress.BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("slipstream.serve.engine.progress.BEAT_SECONDS", 0.2)
     board = Board.create(2)
     pens = [board.writer(i) for i in range(2)]
     for i, pen in enumerate(pens):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from slipstream.rank.board import PHASE_ID, Board
+from slipstream.process.board import PHASE_ID, Board
 from tests.serve import browser
 from tests.serve.fake import EOS, Script
 

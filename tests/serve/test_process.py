@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from slipstream import config
-from slipstream.bench.front import front_end
-from slipstream.rank.protocol import Attach, Down, Drain
+from slipstream.bench.micro.front import front_end
+from slipstream.process.protocol import Attach, Down, Drain
 from tests.serve.fake import FakeLeader, Script, wait_for
 
 

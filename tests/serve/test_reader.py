@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from slipstream.serve.calls import read_calls
-from slipstream.serve.read_form import gather
-from slipstream.serve.reader import Reader, Reading
-from slipstream.serve.stop import StopStrings
+from slipstream.serve.openai.read_writer import gather
+from slipstream.serve.text.calls import read_calls
+from slipstream.serve.text.reader import Reader, Reading
+from slipstream.serve.text.stop import StopStrings
 
 F = frozenset({"f", "g"})
 HERMES = Reading("qwen3", "hermes", F)

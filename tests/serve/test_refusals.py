@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from slipstream.rank.protocol import Refused
+from slipstream.process.protocol import Refused
 from slipstream.serve.request_body import MAX_ITEMS, MAX_LISTS
 from tests.serve.fake import EOS, Script
 

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from slipstream.serve.shelf import DATA_BYTES, Shelf
+from slipstream.serve.openai.response_store import DATA_BYTES, ResponseStore
 from tests.serve.fake import EOS, Script, wait_for
 from tests.serve.test_chat import prompt_of
 from tests.serve.test_tools import CALL, thinking  # noqa: F401
@@ -189,8 +189,8 @@ def test_bad_fields_are_named_as_the_client_knows_them(roomy, change, param):
 
 
 def test_a_shelf_is_bounded_expires_and_is_shared():
-    a = Shelf()
-    b = Shelf(a._fd)
+    a = ResponseStore()
+    b = ResponseStore(a._fd)
     keys = [f"{i:024d}" for i in range(6)]
     assert a.put(keys[0], b"x" * 10) and b.get(keys[0]) == b"x" * 10
     assert not a.put(keys[1], bytes(DATA_BYTES))
@@ -202,4 +202,4 @@ def test_a_shelf_is_bounded_expires_and_is_shared():
     a.put(keys[5], b"new")
     assert a.marked(keys[5]) and b.get(keys[5]) == b"new"
     assert a.remove(keys[5]) and b.get(keys[5]) is None and not b.remove(keys[5]) and b.marked(keys[5])
-    assert Shelf(a._fd, seconds=0.0).get(keys[4]) is None
+    assert ResponseStore(a._fd, seconds=0.0).get(keys[4]) is None

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.serve.stop import StopStrings
+from slipstream.serve.text.stop import StopStrings
 
 words = st.text("ab", min_size=1, max_size=4)
 texts = st.lists(st.text("abc", max_size=4), max_size=12)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from slipstream.rank.protocol import Refused
+from slipstream.process.protocol import Refused
 from tests.serve.fake import EOS, WORDS, Script, wait_for
 
 W = {w: 258 + i for i, w in enumerate(WORDS)}

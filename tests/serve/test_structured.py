@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from slipstream.ops.grammar import Bound, Maker, Vocabulary
-from slipstream.serve import grammar_check
+from slipstream.grammar.matcher import Bound, Maker, Vocabulary
+from slipstream.serve.text import grammar_check
 from tests.serve.fake import EOS, FakeTokenizer, Script
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -156,7 +156,7 @@ def run(coroutine):
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check, monkeypatch):
     """The limit is the kernel's: it ends the process wherever it is, and another takes its place."""
     from slipstream.errors import BadRequest
-    from slipstream.serve.structured import Structure, of_choice
+    from slipstream.serve.text.structured import Structure, of_choice
 
     big = Structure(of_choice([f"value {i} {i * 7919}" for i in range(6000)], "x"), "structured_outputs.choice")
     monkeypatch.setattr(grammar_check, "SECONDS", 0.002)

@@ -9,8 +9,8 @@ pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry's SDK is part of 
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from slipstream.serve.logs import JsonFormatter
-from slipstream.serve.telemetry import Telemetry
+from slipstream.serve.observe.logs import JsonFormatter
+from slipstream.serve.observe.telemetry import Telemetry
 
 
 class Prompt:
@@ -30,7 +30,7 @@ class Ended:
 
 
 def spans_of(*answers, headers=None):
-    from slipstream.serve.answer import Times  # noqa: F401  (the type that `times` has)
+    from slipstream.serve.text.choice import Times  # noqa: F401  (the type that `times` has)
 
     exporter = InMemorySpanExporter()
     telemetry = Telemetry("m", exporter)
@@ -40,7 +40,7 @@ def spans_of(*answers, headers=None):
 
 
 def test_a_trace_has_queue_prefill_and_decode_end_to_end():
-    from slipstream.serve.answer import Times
+    from slipstream.serve.text.choice import Times
 
     spans = spans_of(Ended(Times(10.0, 10.5, 11.0, 12.0)))
     whole, queue, prefill, decode = (spans[n] for n in ("llm_request", "queue", "prefill", "decode"))
@@ -52,14 +52,14 @@ def test_a_trace_has_queue_prefill_and_decode_end_to_end():
 
 
 def test_a_request_that_failed_in_the_queue_has_no_later_stage():
-    from slipstream.serve.answer import Times
+    from slipstream.serve.text.choice import Times
 
     spans = spans_of(Ended(Times(10.0), None, Failure()))
     assert set(spans) == {"llm_request", "queue"} and not spans["llm_request"].status.is_ok
 
 
 def test_a_trace_joins_its_callers():
-    from slipstream.serve.answer import Times
+    from slipstream.serve.text.choice import Times
 
     header = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     span = spans_of(Ended(Times(1.0, 2.0, 3.0, 4.0)), headers=header)["llm_request"]

@@ -9,13 +9,13 @@ import openai
 import pytest
 
 from slipstream.config import ServerConfig
-from slipstream.ops.grammar import Maker, Vocabulary
-from slipstream.serve.bodies import ChatBody
-from slipstream.serve.calls import FORMS
-from slipstream.serve.chat import plan_chat
-from slipstream.serve.dialect import PLAIN, Dialect, detect
-from slipstream.serve.engine import Limits
-from slipstream.serve.tools import calls_schema
+from slipstream.grammar.matcher import Maker, Vocabulary
+from slipstream.serve.engine.engine import RequestLimits
+from slipstream.serve.openai.bodies import ChatBody
+from slipstream.serve.openai.chat import plan_chat
+from slipstream.serve.text.calls import FORMS
+from slipstream.serve.text.dialect import PLAIN, Dialect, detect
+from slipstream.serve.text.tools import calls_schema
 from tests.serve.fake import EOS, FakeTokenizer, Script, wait_for
 from tests.serve.test_chat import prompt_of
 
@@ -139,7 +139,7 @@ def test_the_grammar_of_a_format_beside_tools_lets_through_what_the_model_writes
     make = Maker(Vocabulary(tokens, [256, 257, 258], [258], 259))
     asked = {"tools": [WEATHER], "response_format": FORMAT, "parallel_tool_calls": several}
     body = msgspec.convert({"messages": [{"role": "user", "content": "?"}], **asked}, ChatBody)
-    plan, _ = plan_chat(body, dialect, FakeTokenizer(), Limits(4096, 1, 1))
+    plan, _ = plan_chat(body, dialect, FakeTokenizer(), RequestLimits(4096, 1, 1))
 
     def ends(text: str) -> bool | None:
         """Whether an answer of this text may end; None where it may not even be written."""

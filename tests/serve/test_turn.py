@@ -3,9 +3,9 @@
 import asyncio
 from array import array
 
-from slipstream.serve.prompts import INLINE_CHARS, prepare
+from slipstream.serve.engine.exclusive import run_exclusive
 from slipstream.serve.request_body import INLINE_BYTES
-from slipstream.serve.turn import in_turn
+from slipstream.serve.text.prompts import INLINE_CHARS, prepare
 
 
 def test_others_run_between_two_pieces_of_work():
@@ -17,7 +17,7 @@ def test_others_run_between_two_pieces_of_work():
                 seen.append("token")
                 await asyncio.sleep(0)
 
-        works = [in_turn(lambda: seen.append("work")) for _ in range(5)]
+        works = [run_exclusive(lambda: seen.append("work")) for _ in range(5)]
         await asyncio.gather(stream(), *works)
         return seen
 
@@ -29,7 +29,7 @@ def test_others_run_between_two_pieces_of_work():
 
 def test_a_piece_that_fails_gives_its_turn_on():
     async def story() -> list[object]:
-        return await asyncio.gather(in_turn(lambda: 1 // 0), in_turn(lambda: 7), return_exceptions=True)
+        return await asyncio.gather(run_exclusive(lambda: 1 // 0), run_exclusive(lambda: 7), return_exceptions=True)
 
     failed, value = asyncio.run(story())
     assert isinstance(failed, ZeroDivisionError) and value == 7

@@ -4,13 +4,13 @@ import pytest
 
 from slipstream.log.state import Ended
 from slipstream.schedule.planner import Plan
-from slipstream.verify.cases import Case, cases
-from slipstream.verify.explore import explore
-from slipstream.verify.leases import LeasePlanner, LeaseReplica
-from slipstream.verify.model import Model
-from slipstream.verify.narrate import narrate
-from slipstream.verify.rivals import LOG, PROTOCOLS
-from slipstream.verify.timing import critical_path
+from slipstream.verify.check.cases import Case, cases
+from slipstream.verify.check.explore import explore
+from slipstream.verify.check.leases import LeasePlanner, LeaseReplica
+from slipstream.verify.check.model import Model
+from slipstream.verify.check.narrate import narrate
+from slipstream.verify.check.rivals import LOG, PROTOCOLS
+from slipstream.verify.check.timing import critical_path
 
 SMALL = {c.name: c for c in cases(reduced=True)}
 RIVALS = {p.name: p for p in PROTOCOLS}

@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from slipstream.log.replica import Replica
-from slipstream.log.request import Request, Sampling
+from slipstream.log.request import Request, SamplingParams
 from slipstream.log.state import Ended, Limits
 from slipstream.schedule.admission import Admission
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Plan, Planner
-from slipstream.verify.memory import Violation
-from slipstream.verify.run import Run
-from slipstream.verify.scenario import Client, Fault, draw
-from slipstream.verify.shrink import shrink
-from slipstream.verify.simulate import run_seed
+from slipstream.verify.common.memory import Violation
+from slipstream.verify.simulate.run import Run
+from slipstream.verify.simulate.scenario import Client, Fault, draw
+from slipstream.verify.simulate.seeds import run_seed
+from slipstream.verify.simulate.shrink import shrink
 
 
 def seeds_until(wanted, first: int = 0, most: int = 400):
@@ -87,16 +87,16 @@ class CountsCachedPages(Admission):
     """Counts pages of the prefix cache for a request that may not use them: found by the simulator."""
 
     def fits(self, request, known, keys):
-        return super().fits(msgspec.structs.replace(request, sampling=Sampling()), known, keys)
+        return super().fits(msgspec.structs.replace(request, sampling=SamplingParams()), known, keys)
 
 
 def test_prompt_logprobs_need_all_their_pages():
     prompt = bytes(4 * 16)
     clients = (
-        Client(Request(0, prompt, 12, Sampling(temperature=0.0)), 0.0),
-        Client(Request(1, prompt, 2, Sampling(temperature=0.0, prompt_logprobs=1)), 0.008),
+        Client(Request(0, prompt, 12, SamplingParams(temperature=0.0)), 0.0),
+        Client(Request(1, prompt, 2, SamplingParams(temperature=0.0, prompt_logprobs=1)), 0.008),
     )
-    base = replace(draw(0), size=1, pages=8, slots=4, block=4, max_len=32, cap=256, faults=(), reserve=(), target=None)
+    base = replace(draw(0), size=1, pages=8, slots=4, page_size=4, max_len=32, cap=256, faults=(), reserve=(), target=None)
     scenario = replace(base, clients=clients, asynchronous=True, caching=True, max_queue=100)
     assert violation(scenario) == ""
     assert "StopIteration" in violation(scenario, make_planner=planner_with(CountsCachedPages))
@@ -104,7 +104,9 @@ def test_prompt_logprobs_need_all_their_pages():
 
 def test_requests_whose_grammar_is_compiled_count_as_waiting():
     """Found by the simulator."""
-    clients = tuple(Client(Request(i, bytes(8), 2, Sampling(temperature=0.0), grammar=bytes((2, 0))), 0.0) for i in range(12))
+    clients = tuple(
+        Client(Request(i, bytes(8), 2, SamplingParams(temperature=0.0), grammar=bytes((2, 0))), 0.0) for i in range(12)
+    )
     run = Run(replace(draw(0), clients=clients, reserve=(), max_queue=6, faults=())).go()
     assert sum(end == "429" for end in run.ends.values()) == 6
 
@@ -119,7 +121,7 @@ class FreesEarly(Replica):
         settled = super().settle(outcome)
         for ended in settled.ended:
             for column in range(int(self.held[ended.slot])):
-                page = int(self.table[ended.slot, column])
+                page = int(self.page_table[ended.slot, column])
                 if self.pages.refs[page] == 1 and page not in self.pages.keys:
                     self.pages.free.append(page)
         return settled
@@ -149,7 +151,7 @@ class PublishesAtOnce(Replica):
     def admit(self, slot, request, keys, matcher=None):
         cached = super().admit(slot, request, keys, matcher)
         for column in range(min(len(keys), int(self.held[slot]))):
-            page = int(self.table[slot, column])
+            page = int(self.page_table[slot, column])
             if page not in self.pages.keys:
                 self.pages.publish(page, keys[column])
         return cached
@@ -197,7 +199,7 @@ class FreesTwice(Replica):
     """An abort of a request in flight gives its last page back twice."""
 
     def drop(self, slot, id, kept=-1):
-        page = int(self.table[slot, max(int(self.held[slot]) - 1, 0)])
+        page = int(self.page_table[slot, max(int(self.held[slot]) - 1, 0)])
         found = super().drop(slot, id, kept)
         if found and page in self.pages.free:
             self.pages.free.append(page)
@@ -226,12 +228,12 @@ class SharesAdmissions(Admission):
     """Counts a shared prefix's free pages for every request that waits, and keeps no room to decode."""
 
     def fits(self, request, known, keys):
-        pages, block = self.replica.pages, self.replica.limits.block
-        return -(-known // block) - len(pages.find(keys)) <= pages.available
+        pages, page_size = self.replica.pages, self.replica.limits.page_size
+        return -(-known // page_size) - len(pages.find(keys)) <= pages.available
 
 
 def test_ff26_admitting_many_against_the_same_free_pages_is_caught():
-    wanted = lambda s: not s.faults and s.caching and s.pages < 2 * s.max_len // s.block  # noqa: E731
+    wanted = lambda s: not s.faults and s.caching and s.pages < 2 * s.max_len // s.page_size  # noqa: E731
     assert first_violation(wanted, make_planner=planner_with(SharesAdmissions))
 
 
@@ -240,7 +242,7 @@ def test_ff25_page_shortage_always_ends():
     preemptions = 0
     for seed in range(12):
         s = draw(seed)
-        s = replace(s, pages=-(-s.max_len // s.block), slots=4, faults=(), max_queue=1000, size=1)
+        s = replace(s, pages=-(-s.max_len // s.page_size), slots=4, faults=(), max_queue=1000, size=1)
         run = Run(s).go()
         preemptions += run.group.leader.planner.counters.preemptions
     assert preemptions

@@ -1,0 +1,180 @@
+"""`python -m slipstream.bench.micro.host`: what a step costs the host, without a GPU.
+
+Two measurements. The machine alone: plan, publish (encoding included), launch and settle of one leader on one core, with no
+device behind it. The engine alone: real processes on the `sim` device at TP 2, and the share of the time in which the device
+was busy, which is the throughput against the device's own rate; the client does nothing but count.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import socket
+import statistics
+import struct
+import tempfile
+import threading
+import time
+
+import msgspec
+import numpy as np
+
+from slipstream.config import EngineConfig
+from slipstream.device.sim import SimTokens
+from slipstream.log.entries import Entry
+from slipstream.log.replica import Replica
+from slipstream.log.request import Request, SamplingParams
+from slipstream.log.state import Limits
+from slipstream.process.board import PHASES, Board
+from slipstream.process.group import Spec
+from slipstream.process.protocol import Attach, Finished, Submit, ToFront
+from slipstream.process.supervisor import Supervisor
+from slipstream.rank.events import Arrived, InitSlot, Launch, Send, SendToFront, Span, Submitted
+from slipstream.rank.leader import Leader
+from slipstream.schedule.budget import Budget
+from slipstream.schedule.planner import Planner
+
+ROWS = 128
+PHASES_SHOWN = ("plan", "publish", "launch", "settle")
+_LENGTH = struct.Struct("<I")
+
+
+def request(id: int, prompt_len: int, max_tokens: int) -> Request:
+    rng = np.random.default_rng(id)
+    prompt = rng.integers(0, 30_000, prompt_len, dtype=np.int32).tobytes()
+    return Request(id, prompt, max_tokens, SamplingParams(temperature=0.0, stop_ids=(2,)))
+
+
+def machine_cost(waiting: int, steps: int = 2000) -> dict[str, float]:
+    """Microseconds per step by phase, and bytes per entry, of a leader with ROWS decoding rows and `waiting` requests."""
+    replica = Replica(Limits(pages=ROWS * 400, slots=ROWS, max_len=6000, page_size=16))
+    leader = Leader(replica, Planner(replica, Budget(2048), waiting + ROWS), 1, True)
+    tokens = SimTokens(ROWS, 30_000)
+    encode = msgspec.msgpack.Encoder().encode
+    spent = dict.fromkeys(PHASES_SHOWN, 0.0)
+    device: list = []
+    sizes: list[int] = []
+    counting = False
+
+    def perform(effects) -> None:
+        at = time.perf_counter()
+        for effect in effects:
+            kind = type(effect)
+            if kind is Span:
+                now = time.perf_counter()
+                if counting:
+                    spent[effect.phase] += now - at
+                at = now
+            elif kind is Send:
+                size = len(encode(effect.message))
+                if counting and isinstance(effect.message, Entry):
+                    sizes.append(size)
+            elif kind is SendToFront:
+                encode(effect.message)
+            elif kind is Launch:
+                pause = time.perf_counter()
+                device.append(tokens.sample(effect.batch))
+                at += time.perf_counter() - pause
+            elif kind is InitSlot:
+                tokens.admit(effect.slot, effect.request)
+
+    for id in range(ROWS + waiting):
+        perform(leader.on(Submitted(request(id, 32, 5900)), id * 1e-6))
+    now, done = 1.0, 0
+    while done < steps + 50:
+        now += 0.004
+        counting = done >= 50
+        outcome = device.pop(0)
+        perform(leader.on(Arrived(outcome), now))
+        done += 1
+    cost = {phase: seconds / steps * 1e6 for phase, seconds in spent.items()}
+    return {**cost, "together": sum(cost.values()), "bytes": statistics.median(sizes)}
+
+
+def receive_all(sock: socket.socket, count: int) -> None:
+    """Reads frames until `count` requests have finished."""
+    decode = msgspec.msgpack.Decoder(ToFront).decode
+    data = bytearray()
+    while count:
+        part = sock.recv(1 << 20)
+        if not part:
+            raise SystemExit("the engine ended")
+        data += part
+        at = 0
+        while len(data) - at >= 4:
+            (length,) = _LENGTH.unpack_from(data, at)
+            if len(data) - at - 4 < length:
+                break
+            count -= isinstance(decode(memoryview(data)[at + 4 : at + 4 + length]), Finished)
+            at += 4 + length
+        data = data[at:]
+
+
+def engine_share(scheduling: str, step_us: float, size: int = 2, tokens: int = 1000) -> dict[str, float]:
+    """The device's busy share, and tokens per second, of ROWS requests decoding on real processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"vocab_size": 30_000, "max_position_embeddings": 8192}
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(sizes))
+        config = EngineConfig(
+            model=folder,
+            device="sim",
+            scheduling=scheduling,
+            max_num_seqs=ROWS,
+            sim_step_us=step_us,
+            sim_token_us=0.0,
+            max_num_batched_tokens=8192,
+        )
+        board = Board.create(size)
+        attached: list[socket.socket] = []
+        there = threading.Event()
+
+        def on_attach(_: Attach, sock: socket.socket) -> None:
+            attached.append(sock)
+            there.set()
+
+        supervisor = Supervisor([Spec(0, config, folder, size, 0)], board, 30.0, on_attach)
+        thread = threading.Thread(target=supervisor.run, daemon=True)
+        thread.start()
+        there.wait(60)
+        sock = attached[0]
+        encode = msgspec.msgpack.Encoder().encode
+        frames = [encode(Submit(request(id, 32, tokens))) for id in range(ROWS)]
+        begin = time.monotonic()
+        sock.sendall(b"".join(_LENGTH.pack(len(f)) + f for f in frames))
+        receive_all(sock, ROWS)
+        seconds = time.monotonic() - begin
+        spans = board.spans(0, seconds)
+        spans = spans[spans["phase"] == PHASES.index("device")][5:-5]
+        supervisor.stop()
+        thread.join()
+    wall = spans["end"][-1] - spans["start"][0]
+    return {"share": float((spans["end"] - spans["start"]).sum() / wall), "tokens_per_s": ROWS * tokens / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="slipstream.bench.micro.host", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each row; the median is shown")
+    args = parser.parse_args()
+    steps, tokens = (500, 300) if args.quick else (2000, 1000)
+    print(
+        f"{ROWS} decoding rows, microseconds per step, one core ({os.cpu_count()} in the machine), median of {args.repeats}\n"
+    )
+    print("| waiting | plan | publish | launch | settle | together | bytes per entry |\n|---|---|---|---|---|---|---|")
+    for waiting in (0, 10_000):
+        runs = sorted((machine_cost(waiting, steps) for _ in range(args.repeats)), key=lambda r: r["together"])
+        r = runs[len(runs) // 2]
+        cells = " | ".join(f"{r[p]:.0f}" for p in (*PHASES_SHOWN, "together", "bytes"))
+        print(f"| {waiting} | {cells} |", flush=True)
+    print("\n| step, ms | scheduling | device busy | tokens/s |\n|---|---|---|---|")
+    for step_us in (3000.0, 500.0):
+        for scheduling in ("async", "serial"):
+            runs = sorted(
+                (engine_share(scheduling, step_us, tokens=tokens) for _ in range(args.repeats)), key=lambda r: r["share"]
+            )
+            r = runs[len(runs) // 2]
+            print(f"| {step_us / 1e3:g} | {scheduling} | {r['share']:.3f} | {r['tokens_per_s']:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""The CPU executor: one worker thread per rank is its in-order stream (docs/design.md, "The device").
+
+Calls only put work into a queue; the worker thread owns the model, the cache and the slot tables, and nobody else touches them.
+Arrived outcomes are announced by a bell.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.config import EngineConfig
+from slipstream.device.cpu.memory import allocate_caches, pages_for, resolve_dtype, threads_per_rank
+from slipstream.device.cpu.tables import SlotTables
+from slipstream.device.cpu.threads import Crew
+from slipstream.device.executor import Batch, Capacity, DeviceProgress, Outcome, StepFailed
+from slipstream.device.memory import page_bytes
+from slipstream.errors import ConfigError
+from slipstream.log.request import Request, TokenLogprobs
+from slipstream.models.registry import build
+from slipstream.ops.collective import Collective
+from slipstream.ops.cpu.ops import PlainOps
+from slipstream.ops.cpu.paged import build_step
+from slipstream.ops.sampler import Sampler, SampleRow
+from slipstream.shard import Shard
+from slipstream.system.bell import Bell
+
+T = TypeVar("T")
+PAGE_SIZE = 16  # tokens of a page unless the user says otherwise
+_PROMPT_ROWS = 64  # positions whose whole logits are held at once for prompt log probabilities
+
+
+class CpuExecutor:
+    """A `device.executor.Executor`. Loads the rank's part of the model when made."""
+
+    def __init__(
+        self, checkpoint: Any, config: EngineConfig, shard: Shard, collective: Collective, board: DeviceProgress | None = None
+    ):
+        """Raises ModelError for a model that cannot be built and ConfigError for a length beyond the model's own."""
+        self.config, self.shard, self.collective, self.board = config, shard, collective, board
+        self.page_size = config.block_size or PAGE_SIZE
+        self.threads = threads_per_rank(shard.size)
+        self.dtype = resolve_dtype(config.dtype)
+        self.ops = PlainOps(self.dtype, shard, collective)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
+        self._thread.start()
+        self.model = self._call(lambda: build(checkpoint, self.ops, config.max_model_len))
+        if config.max_model_len and config.max_model_len > self.model.max_len:
+            raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
+        self.sampler = Sampler(collective, self.model.vocab)
+        self._arrived: collections.deque[Outcome] = collections.deque()
+        self._failure: str | None = None
+        self._pending: _Pending | None = None
+        self._bell = Bell()
+
+    def capacity(self) -> Capacity:
+        c, page_size = self.config, self.page_size
+        each = page_bytes(self.model.cache, page_size, self.dtype)
+        max_len = c.max_model_len or self.model.max_len
+        wanted = c.max_num_seqs * -(-max_len // page_size)
+        pages = pages_for(each, wanted, self.shard.size, c.kv_cache_memory_bytes, page_size)
+        spare = c.kv_offload_memory_bytes
+        host_pages = pages // 4 if spare is None else spare // each if each else pages
+        return Capacity(page_size, pages, c.max_num_seqs, min(max_len, pages * page_size), self.ops.weight_bytes, host_pages)
+
+    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
+        self.tables = SlotTables(slots, max_len, self.page_size)
+        self.caches = allocate_caches(self.model.cache, pages, self.page_size, self.dtype)
+        self.host = allocate_caches(self.model.cache, host_pages, self.page_size, self.dtype)
+        self.copy_seconds = self._call(self._time_copies)
+
+    def _time_copies(self) -> float:
+        """Seconds that a page takes to the host and back, here from memory to memory."""
+        sample = torch.zeros_like(self.caches[0][0])
+        begin = time.perf_counter()
+        for cache in self.caches:
+            cache[0].copy_(sample)  # the null page, which holds nothing of anybody
+        return 2 * (time.perf_counter() - begin)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """Runs `work` on the worker thread and waits for it: before the first step only.
+
+        All tensor work is the worker's: OpenMP keeps a team per thread that calls it, and with more team members than cores
+        they sleep between operations instead of spinning, which costs a quarter of a step.
+        """
+        result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as e:
+                result.set_exception(e)
+
+        self._work.put(run)
+        return result.result()
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._work.put(lambda: self.tables.admit(slot, request))
+
+    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        self._work.put(lambda: _copy_pages(self.caches, pages, self.host, host))
+
+    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        self._work.put(lambda: _copy_pages(self.host, host, self.caches, pages))
+
+    def launch(self, batch: Batch) -> None:
+        def work() -> None:
+            self._forward(batch)
+            self._sample(batch.seq, {}, frozenset())
+
+        self._work.put(work)
+
+    def launch_forward(self, batch: Batch) -> None:
+        self._work.put(lambda: self._forward(batch))
+
+    def launch_sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
+        self._work.put(lambda: self._sample(seq, masks, discarded))
+
+    def outcomes(self) -> list[Outcome]:
+        self._bell.clear()
+        failure = self._failure  # read before the outcomes: those before the failure are there once it is
+        out = []
+        while self._arrived:
+            out.append(self._arrived.popleft())
+        if failure is not None:
+            if not out:
+                raise StepFailed(failure)
+            self._bell.ring()
+        return out
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def close(self) -> None:
+        """Ends the worker after what is queued. A worker that waits for a dead peer is left to the process's end."""
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+        if not self._thread.is_alive():
+            self._bell.close()
+
+    # The worker thread's own; everything below runs there.
+
+    def _run(self) -> None:
+        crew = Crew(self.threads)
+        with torch.inference_mode():
+            while (work := self._work.get()) is not None:
+                try:
+                    crew.run(work)
+                except BaseException:
+                    self._failure = traceback.format_exc()
+                    self._bell.ring()
+                    return
+
+    def _forward(self, batch: Batch) -> None:
+        start = time.monotonic_ns()
+        tables = self.tables
+        tables.write_pages(batch.pages)
+        ids = tables.ids(batch.slots, batch.starts, batch.counts)
+        step = build_step(ids, batch.slots, batch.starts, batch.counts, tables.pages, self.caches, self.dtype, self.page_size)
+        hidden = self.model.forward(step)
+        pending = _Pending(batch, start)
+        last = np.cumsum(batch.counts)[batch.samples] - 1
+        if len(last):
+            every = len(last) == hidden.shape[0]
+            pending.logits = self.model.logits(hidden if every else hidden[torch.from_numpy(last.astype(np.int64))])
+        self._prompt_logprobs(batch, hidden, pending)
+        self._pending = pending
+
+    def _prompt_logprobs(self, batch: Batch, hidden: Tensor, pending: "_Pending") -> None:
+        """Position p of a prompt is judged by the logits of p - 1; the prompt's last row judges the first generated token."""
+        at = 0
+        for slot, start, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
+            first, at = at, at + count
+            top = self.tables.sampling[slot].prompt_logprobs
+            judged = min(start + count, int(self.tables.prompt_len[slot]) - 1) - start
+            if top < 0 or judged <= 0:
+                continue
+            rows: list[TokenLogprobs] = []
+            targets = self.tables.tokens[slot, start + 1 : start + 1 + judged]
+            for i in range(0, judged, _PROMPT_ROWS):
+                few = targets[i : i + _PROMPT_ROWS]
+                logits = self.model.logits(hidden[first + i : first + i + len(few)])
+                self.sampler.prompt_logprobs(logits, slot, few, top, rows)
+            pending.prompt_logprobs[slot] = (start + 1, rows)
+
+    def _sample_rows(self, slots: np.ndarray, ends: np.ndarray, masks: dict[int, np.ndarray]) -> list[SampleRow]:
+        tables = self.tables
+        return [
+            SampleRow(s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks.get(s))
+            for s, end in zip(slots.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def _sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None and pending.batch.seq == seq
+        batch, tables = pending.batch, self.tables
+        slots = batch.slots[batch.samples]
+        ends = (batch.starts + batch.counts)[batch.samples]
+        keep = [i for i, slot in enumerate(slots.tolist()) if slot not in discarded]
+        tokens = np.full(len(slots), -1, np.int32)
+        outcome = Outcome(seq, tokens, prompt_logprobs=pending.prompt_logprobs)
+        if keep:
+            assert pending.logits is not None
+            logits = pending.logits if len(keep) == len(slots) else pending.logits[keep]
+            if not masks and tables.greedy[slots].all():
+                sampled = self.sampler.greedy(logits)
+            else:
+                sampled = self.sampler.sample(logits, self._sample_rows(slots[keep], ends[keep], masks))
+            tokens[keep] = sampled.tokens
+            tables.tokens[slots[keep], ends[keep]] = np.maximum(sampled.tokens, 0)
+            outcome.logprobs.update((keep[i], found) for i, found in sampled.logprobs.items())
+            outcome.errors.update((keep[i], why) for i, why in sampled.errors.items())
+        end = time.monotonic_ns()
+        if self.board is not None:
+            self.board.set("collective", self.collective.entered)
+            self.board.device_span(pending.start, end, seq, self.collective.entered)
+        self._arrived.append(dataclasses.replace(outcome, seconds=(end - pending.start) * 1e-9))
+        self._bell.ring()
+
+
+class _Pending:
+    """A step between its forward and its sampling."""
+
+    def __init__(self, batch: Batch, start: int):
+        self.batch = batch
+        self.start = start  # monotonic nanoseconds
+        self.logits: Tensor | None = None
+        self.prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = {}
+
+
+def _copy_pages(source: list[Tensor], pages: tuple[int, ...], target: list[Tensor], into: tuple[int, ...]) -> None:
+    """Copies pages between caches, in every layer."""
+    take, put = torch.tensor(pages), torch.tensor(into)
+    for a, b in zip(source, target, strict=True):
+        if a.numel():
+            b.index_copy_(0, put, a.index_select(0, take))

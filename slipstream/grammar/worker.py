@@ -1,0 +1,73 @@
+"""The process that tries grammars: `python -m slipstream.grammar.worker`, started by `grammar_check.py`.
+
+A grammar is a program that a client sent. It is compiled here as a rank would compile it, inside limits that the kernel keeps:
+computing time for each (a timer whose signal ends the process, also from inside one long call), memory, no files.
+
+Messages both ways: 8 bytes of length, little endian, then the bytes. First `Setup` in msgpack, then grammars; each answer is
+the reason against the grammar as text, empty where there is none.
+"""
+
+import resource
+import signal
+import sys
+
+import msgspec
+
+from slipstream.grammar.matcher import Maker, Vocabulary
+
+MEMORY = 2 << 30  # bytes of address space, the vocabulary's index included
+
+
+class Setup(msgspec.Struct, array_like=True):
+    seconds: float  # of computing, for one grammar
+    tokens: list[bytes]
+    special_ids: list[int]
+    end_ids: list[int]
+
+
+def _read() -> bytes | None:
+    stream = sys.stdin.buffer
+    head = stream.read(8)
+    return stream.read(int.from_bytes(head, "little")) if len(head) == 8 else None
+
+
+def _write(answer: str) -> None:
+    data = answer.encode()
+    sys.stdout.buffer.write(len(data).to_bytes(8, "little") + data)
+    sys.stdout.buffer.flush()
+
+
+def _limit() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def main() -> None:
+    _limit()
+    first = _read()
+    if first is None:
+        return
+    setup = msgspec.msgpack.decode(first, type=Setup)
+    make, refusal = None, ""
+    try:
+        make = Maker(Vocabulary(setup.tokens, setup.special_ids, setup.end_ids, len(setup.tokens)))
+    except ValueError as e:
+        refusal = str(e)
+    _write("")
+    while (grammar := _read()) is not None:
+        answer = refusal
+        if make is not None:
+            signal.setitimer(signal.ITIMER_PROF, setup.seconds)
+            try:
+                make(grammar)
+            except ValueError as e:
+                answer = str(e) or "it cannot be compiled"
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(answer)
+
+
+if __name__ == "__main__":
+    main()

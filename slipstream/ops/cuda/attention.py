@@ -1,0 +1,284 @@
+# pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+# ruff: noqa: E501
+"""Paged attention in Triton: decode rows split over the cache, prompt rows in blocks; both read tables and lengths on the device.
+
+The cache of one layer is [pages + 1, key heads, block, head_dim] for keys and for values: the tokens of one head in one page lie
+together, so that a program reads whole pages in a row. Page 0 is nobody's. Grids follow from captured sizes, and programs without
+work leave at once; how prompts are cut comes with a step's inputs (`ops.prompt_blocks`).
+"""
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slipstream.ops.cuda import prompt_blocks
+from slipstream.ops.cuda.launch import jit, tl
+
+TILE = 64  # tokens of the cache that a kernel takes at a time
+COLUMNS = tl.constexpr(prompt_blocks.COLUMNS)
+PAIR = tl.constexpr(prompt_blocks.PAIR)
+
+
+def decode_tile(cache):
+    """A cache [pages + 1, heads, block, head_dim] as the descriptor of tiles that `decode_tiles_kernel` reads."""
+    d = cache.shape[-1]
+    return TensorDescriptor.from_tensor(cache.view(-1, d), [TILE, d])
+
+
+@jit
+def _finish_split(
+    acc, total, best, partial, stats, arrived, out_at, keep, parts, mine, first, stride, M: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """Writes the output of M queries where their cache has one part; else the last part to arrive joins them all.
+
+    partial float32 [places, M, DP], stats float32 [places, 2, M], arrived int32, zero before and after; the parts' places are
+    `first`, `first` + `stride` and so on, this one's is `mine`.
+    """
+    m = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    if parts == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
+    else:
+        tl.store(partial + mine * M * DP + m[:, None] * DP + d[None, :], acc, mask=keep)
+        tl.store(stats + mine * 2 * M + m, best)
+        tl.store(stats + mine * 2 * M + M + m, total)
+        tl.debug_barrier()  # every thread's stores come before the one atomic of this program
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived, 0)
+            top = tl.full([M], -float("inf"), tl.float32)
+            for i in range(parts):
+                top = tl.maximum(top, tl.load(stats + (first + i * stride) * 2 * M + m, cache_modifier=".cg"))
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, DP], tl.float32)
+            for i in range(parts):
+                part = first + i * stride
+                weight = tl.exp2(tl.load(stats + part * 2 * M + m, cache_modifier=".cg") - top)
+                total += weight * tl.load(stats + part * 2 * M + M + m, cache_modifier=".cg")
+                at = partial + part * M * DP + m[:, None] * DP + d[None, :]
+                acc += tl.load(at, mask=keep, other=0.0, cache_modifier=".cg") * weight[:, None]
+            tl.store(out_at, (acc / total[:, None]).to(out_at.dtype.element_ty), mask=keep)
+
+
+@jit(do_not_specialize=["rows", "room"])
+def decode_parts_kernel(
+    positions, limit, parts, count, rows, room, HEADS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """Cuts the caches of up to `rows` decode rows into at most `room` parts int32 [*, 5], longer ones into more, and counts them.
+
+    A part is (row, first token, end, parts of its row, the row's first part). How few tokens a part has follows from how many
+    rows there are (measured: docs/gpu_log.md), and more where there is no room; rows from `limit` int32 [1] on do not decode.
+    """
+    r = tl.arange(0, R)
+    real = tl.minimum(rows, tl.load(limit))
+    length = tl.load(positions + r, mask=r < real, other=-1) + 1
+    units = real * HEADS
+    size = tl.where(units <= 16, 128, tl.where(units <= 64, 256, tl.where(units <= 256, 512, 1024)))
+    n = tl.minimum(tl.cdiv(length, size), MOST)
+    while tl.sum(n, 0) > room:
+        size += size // 2
+        n = tl.minimum(tl.cdiv(length, size), MOST)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, tl.maximum(n, 1)), TILE), 1) * TILE
+    n = tl.cdiv(length, size)
+    first = tl.cumsum(n, 0) - n
+    tl.store(count, tl.sum(n, 0))
+    i = tl.arange(0, MOST)[None, :]
+    keep = i < n[:, None]
+    at = parts + (first[:, None] + i) * 5
+    begin = i * size[:, None]
+    tl.store(at, r[:, None] + i * 0, mask=keep)
+    tl.store(at + 1, begin, mask=keep)
+    tl.store(at + 2, tl.minimum(begin + size[:, None], length[:, None]), mask=keep)
+    tl.store(at + 3, n[:, None] + i * 0, mask=keep)
+    tl.store(at + 4, first[:, None] + i * 0, mask=keep)
+
+
+@jit
+def decode_kernel(
+    qkv, keys, values, tables, slots, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (part, key head): a decode row's queries over its part of the row's cache."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    if part >= tl.load(count):
+        return
+    row, begin, end = tl.load(parts + part * 5), tl.load(parts + part * 5 + 1), tl.load(parts + part * 5 + 2)
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    g = tl.arange(0, 16)
+    d = tl.arange(0, DP)
+    inside = d < D
+    q_at = qkv + row.to(tl.int64) * qkv_stride + (head * GROUP + g[:, None]) * D + d[None, :]
+    keep = (g[:, None] < GROUP) & inside[None, :]
+    q = tl.load(q_at, mask=keep, other=0.0)
+    best = tl.full([16], -float("inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, DP], tl.float32)
+    for n in range(begin, end, N):
+        offs = n + tl.arange(0, N)
+        valid = offs < end
+        page = tl.load(table + offs // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
+        at = ((page * HEADS + head) * PAGE_SIZE + offs % PAGE_SIZE) * D
+        k = tl.load(keys + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.where(valid[None, :], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1))
+        p = tl.exp2(s - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(values + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+        best = top
+    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
+    _finish_decode(acc, total, best, partial, stats, arrived, out_at, keep, parts, part, row, head, HEADS, DP)
+
+
+@jit
+def _finish_decode(
+    acc, total, best, partial, stats, arrived, out_at, keep, parts, part, row, head, HEADS: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """`_finish_split` for a part of a decode row; arrived int32 [rows, HEADS]."""
+    many, first = tl.load(parts + part * 5 + 3), tl.load(parts + part * 5 + 4)
+    _finish_split(
+        acc, total, best, partial, stats, arrived + row * HEADS + head, out_at, keep, many, part * HEADS + head,
+        first * HEADS + head, HEADS, 16, DP,
+    )  # fmt: skip
+
+
+@jit
+def _attend(
+    acc, total, best, q, table, keys, values, first, last, limit, head, d, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Folds cache positions [first, last) into the running softmax; `limit` [M] is the last position that each query sees."""
+    for n in range(first, last, N):
+        offs = n + tl.arange(0, N)
+        page = tl.load(table + offs // PAGE_SIZE, mask=offs < last, other=0).to(tl.int64)
+        at = ((page * HEADS + head) * PAGE_SIZE + offs % PAGE_SIZE) * D
+        if MASKED:
+            k = tl.load(keys + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(keys + at[:, None] + d[None, :])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            s = tl.where(offs[None, :] <= limit[:, None], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if MASKED:
+            v = tl.load(values + at[:, None] + d[None, :], mask=(offs < last)[:, None] & (d < D)[None, :], other=0.0)
+        else:
+            v = tl.load(values + at[:, None] + d[None, :])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = top
+    return acc, total, best
+
+
+@jit
+def _attend_tiles(
+    acc, total, best, q, table, keys, values, first, last, limit, head, scale,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_attend`, over whole tiles of N tokens within a page that the copy engine brings; `keys`, `values` are descriptors."""
+    page = tl.load(table + first // PAGE_SIZE)
+    for n in range(first, last, N):
+        row = (page * HEADS + head) * PAGE_SIZE + n % PAGE_SIZE
+        page = tl.load(table + (n + N) // PAGE_SIZE)  # one tile ahead, so that its latency hides behind this one
+        k = keys.load([row, 0])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            s = tl.where((n + tl.arange(0, N))[None, :] <= limit[:, None], s, -float("inf"))
+        top = tl.maximum(best, tl.max(s, 1) * scale)
+        p = tl.exp2(s * scale - top[:, None])
+        shrink = tl.exp2(best - top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        v = values.load([row, 0])
+        if MASKED:  # what another request left behind may be no number, which even a weight of zero would pass on
+            v = tl.where((n + tl.arange(0, N) < last)[:, None], v, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = top
+    return acc, total, best
+
+
+@jit
+def decode_tiles_kernel(
+    qkv, keys, values, tables, slots, parts, count, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`decode_kernel` for pages of a multiple of N tokens: keys and values are descriptors of [*, D] in tiles [N, D]."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    if part >= tl.load(count):
+        return
+    row, begin, end = tl.load(parts + part * 5), tl.load(parts + part * 5 + 1), tl.load(parts + part * 5 + 2)
+    table = tables + tl.load(slots + row).to(tl.int64) * table_stride
+    g = tl.arange(0, 16)
+    d = tl.arange(0, D)
+    q_at = qkv + row.to(tl.int64) * qkv_stride + (head * GROUP + g[:, None]) * D + d[None, :]
+    q = tl.load(q_at, mask=g[:, None] < GROUP, other=0.0)
+    best = tl.full([16], -1e30, tl.float32)
+    total = tl.zeros([16], tl.float32)
+    acc = tl.zeros([16, D], tl.float32)
+    whole = begin + (end - begin) // N * N
+    limits = tl.zeros([16], tl.int32) + (end - 1)
+    acc, total, best = _attend_tiles(
+        acc, total, best, q, table, keys, values, begin, whole, limits, head, scale, HEADS, PAGE_SIZE, N, False, PRECISION
+    )  # fmt: skip
+    if whole < end:
+        acc, total, best = _attend_tiles(
+            acc, total, best, q, table, keys, values, whole, end, limits, head, scale, HEADS, PAGE_SIZE, N, True, PRECISION
+        )  # fmt: skip
+    keep = (g[:, None] < GROUP) & (d < D)[None, :]
+    out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
+    _finish_decode(acc, total, best, partial, stats, arrived, out_at, keep, parts, part, row, head, HEADS, D)
+
+
+@jit
+def prefill_kernel(
+    qkv, keys, values, tables, parts, counts, partial, stats, arrived, out, scale, qkv_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Blocks of up to M consecutive tokens of one request, by query head, causal over the request's whole cache.
+
+    parts int32 [*, COLUMNS] of blocks, counts int32 [2] of them real and of those, the first, that have programs for themselves:
+    see `ops.prompt_blocks`, which cuts them so that as many programs as there are multiprocessors end at about the same time.
+    """
+    items = tl.load(counts) * HEADS * GROUP
+    own = tl.load(counts + 1) * HEADS * GROUP
+    program = tl.program_id(0)
+    others = tl.maximum(tl.num_programs(0) - own, 1)  # programs that share the items after the first `own`
+    m = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    for turn in range(tl.where(program < own, 1, tl.cdiv(items - own, others))):
+        place = program - own  # below 0 for an item that is all a program has to do
+        item = own + turn * others + tl.where(turn % 2 == 0, place, others - 1 - place)  # there and back
+        if item < items:
+            query = item % (HEADS * GROUP)
+            part = parts + item // (HEADS * GROUP) * COLUMNS
+            position = tl.load(part + 1)
+            token = tl.load(part + 2)
+            rows = tl.load(part + 3)
+            first = tl.load(part + 4) * PAIR
+            last = tl.minimum(tl.load(part + 5) * PAIR, position + rows)
+            head = query // GROUP
+            table = tables + tl.load(part).to(tl.int64) * table_stride
+            keep = (m[:, None] < rows) & (d < D)[None, :]
+            q_at = qkv + (token + m[:, None]).to(tl.int64) * qkv_stride + query * D + d[None, :]
+            q = tl.load(q_at, mask=keep, other=0.0)
+            best = tl.full([M], -1e30, tl.float32)
+            total = tl.zeros([M], tl.float32)
+            acc = tl.zeros([M, DP], tl.float32)
+            limit = position + m
+            seen = tl.maximum(first, tl.minimum((position + 1) // N * N, last))  # every query sees all of [first, seen)
+            acc, total, best = _attend(
+                acc, total, best, q, table, keys, values, first, seen, limit, head, d, scale, HEADS, D, PAGE_SIZE, N, D != DP, PRECISION
+            )  # fmt: skip
+            acc, total, best = _attend(
+                acc, total, best, q, table, keys, values, seen, last, limit, head, d, scale, HEADS, D, PAGE_SIZE, N, True, PRECISION
+            )  # fmt: skip
+            out_at = out + ((token + m[:, None]).to(tl.int64) * HEADS * GROUP + query) * D + d[None, :]
+            mine = tl.load(part + 7) * HEADS * GROUP + query
+            start = tl.load(part + 8) * HEADS * GROUP + query
+            _finish_split(
+                acc, total, best, partial, stats, arrived + start, out_at, keep, tl.load(part + 6), mine, start, HEADS * GROUP, M, DP
+            )  # fmt: skip

@@ -1,0 +1,352 @@
+"""The CUDA namespace of operations: the `Ops` of interface.py over cuBLAS and the Triton kernels.
+
+Nothing here waits for the device or reads from it, so every method can be captured in a graph. Sums over ranks always go
+through symmetric memory, captured or not: there is one path, and no launch that blocks the host.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.ops.cuda.attention import (
+    TILE,
+    decode_kernel,
+    decode_parts_kernel,
+    decode_tile,
+    decode_tiles_kernel,
+    prefill_kernel,
+)
+from slipstream.ops.cuda.launch import cdiv, power, tl
+from slipstream.ops.cuda.prompt_blocks import ROWS, UNITS, Cutter
+from slipstream.ops.cuda.rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
+from slipstream.ops.cuda.sums import barrier_kernel, sum_add_norm_kernel
+from slipstream.ops.cuda.symmetric import FAULT_NS, PROGRAMS, Symmetric
+from slipstream.ops.interface import Attention
+from slipstream.shard import Shard
+
+LOG2E = 1.4426950408889634
+TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+MOST_PARTS = 32  # that one decode row's cache is cut into
+ROW_BARRIER_ROWS = 132  # rows up to which each row's program meets its peers by itself
+
+
+def row_warps(width: int) -> int:
+    """Warps for a program that holds one row: 8 elements, one 16-byte access, a thread."""
+    return max(1, min(16, power(width) // 256))
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """A layer's part, [out, in], and its bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.shape[1] == 0:
+            out = x.new_empty((x.shape[0], self.weight.shape[0])) if out is None else out
+            return out.zero_() if self.bias is None else out.copy_(self.bias.expand_as(out))
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMSNorm's weight and epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """Where the parts of split decode rows meet; shared by all layers and graphs, since one stream orders them."""
+
+    partial: Tensor  # float32
+    stats: Tensor  # float32
+    arrived: Tensor  # int32, zeros between kernels
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeScratch(Scratch):
+    """With the parts themselves, which `begin` cuts anew for each step."""
+
+    parts: Tensor  # int32 [*, 5], see `decode_parts_kernel`
+    count: Tensor  # int32 [1]
+    rows: int  # at most
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """One layer's (keys, values) as tensor descriptors of tiles [TILE, head_dim]: each kernel language has its own kind."""
+
+    decode: tuple[Any, Any]  # Triton's
+    prompt: tuple[Any, Any] | None  # Gluon's, where `hopper_prefill` runs
+
+
+def decode_parts(rows: int, heads: int) -> int:
+    """Into how many parts the caches of up to `rows` decode rows may be cut; each is a program for every key head."""
+    return rows * max(1, min(MOST_PARTS, cdiv(1056, rows * heads)))
+
+
+def tile_tokens(head_dim: int, itemsize: int) -> int:
+    """Tokens of a tile, so that a program's tiles fit in shared memory."""
+    return (TILE if itemsize == 2 else 32) // (1 if head_dim <= 128 else 2)
+
+
+@dataclass(eq=False)
+class CudaStep:
+    """One step's inputs on the device. Tokens [0, decodes) are one row each, prompt tokens follow, then padding.
+
+    `decode_rows` is a grid's size: an upper bound that a captured graph keeps; `decodes` int32 [1] says on the device how many
+    are real. With `prompts`, so does `part_counts` int32 [2] of `parts`, which are those of `prefill_kernel`.
+    """
+
+    ids: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    slots: Tensor  # int32 [T]
+    tables: Tensor  # int32 [slots + 1, columns]
+    caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
+    tiles: list[Tiles] | None  # the same caches as descriptors of tiles, where `tile_caches` allows
+    scratch: DecodeScratch
+    prompt_scratch: Scratch
+    page_size: int
+    decode_rows: int
+    decodes: Tensor
+    prompts: bool = False
+    parts: Tensor | None = None
+    part_counts: Tensor | None = None
+
+
+@dataclass(eq=False)
+class CudaOps:
+    """See `ops/interface.py` for what each method does; shapes are those of this rank."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shard: Shard
+    symmetric: Symmetric
+
+    def __post_init__(self) -> None:
+        self.precision = "ieee" if self.dtype == torch.float32 else "tf32"
+        self._turn = 0
+        self._side = torch.cuda.Stream(self.device)
+        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
+        return Linear(self.tensor(tensor), None if bias is None else self.tensor(bias))
+
+    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Linear:
+        return self.weight(torch.cat([gate, up]), None if bias is None else torch.cat(bias))
+
+    def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
+        return Norm(self.tensor(tensor), eps)
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
+
+    def begin(self, step: CudaStep) -> None:
+        """Called before each forward: cuts the decode rows' caches, and the turns of the symmetric buffers start alike."""
+        self._turn = 0
+        s, heads = step.scratch, step.caches[0][0].shape[1] if step.caches else 0
+        if heads:
+            decode_parts_kernel[(1,)](
+                step.positions, step.decodes, s.parts, s.count, step.decode_rows, decode_parts(step.decode_rows, heads),
+                HEADS=heads, MOST=MOST_PARTS, TILE=TILE, R=power(s.rows), num_warps=8,
+            )  # fmt: skip
+
+    def embed(self, table: Tensor, first: int, step: CudaStep) -> Tensor:
+        rows, hidden = step.ids.shape[0], table.shape[1]
+        alone = self.shard.size == 1
+        out = torch.empty((rows, hidden), dtype=self.dtype, device=self.device)
+        part = out if alone else self.symmetric.sums[2].local[:rows]
+        embed_kernel[(rows, cdiv(hidden, 1024))](table, step.ids, part, first, table.shape[0], H=hidden, B=1024)
+        if not alone:
+            self._sum(2, out, None, out)
+        return out
+
+    def norm(self, x: Tensor, weight: Norm) -> Tensor:
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        norm_kernel[(rows,)](x, weight.weight, out, weight.eps, H=width, HP=power(width), num_warps=row_warps(width))
+        return out
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        return weight.apply(x)
+
+    def attention(self, qkv: Tensor, spec: Attention, step: CudaStep) -> Tensor:
+        rows, d, heads = qkv.shape[0], spec.head_dim, spec.heads
+        out = torch.empty((rows, heads.num_q_heads * d), dtype=self.dtype, device=self.device)
+        if not heads.num_kv_heads:
+            return out
+        group = heads.num_q_heads // heads.num_kv_heads
+        keys, values = step.caches[spec.layer]
+        columns = step.tables.stride(0)
+        none = Norm(spec.rotary, 0.0)  # an address that is not read
+        q_norm, k_norm = spec.q_norm or none, spec.k_norm or none
+        rotary_write_kernel[(rows, heads.num_kv_heads)](
+            qkv, q_norm.weight, k_norm.weight, spec.rotary, keys, values, step.tables, step.slots, step.positions,
+            qkv.stride(0), columns, q_norm.eps, HEADS=heads.num_kv_heads, GROUP=group, GP=power(group + 2), D=d,
+            HALF=power(d // 2), PAGE_SIZE=step.page_size, NORM=spec.q_norm is not None, num_warps=4,
+        )  # fmt: skip
+        if not step.prompts:
+            self._attend_decodes(qkv, out, spec, step)
+            return out
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):  # decode rows wait for memory, prompt rows for arithmetic
+            self._attend_decodes(qkv, out, spec, step)
+        self._attend_prompts(qkv, out, spec, step)
+        torch.cuda.current_stream().wait_stream(self._side)
+        return out
+
+    def _attend_decodes(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
+        s, keys = step.scratch, spec.heads.num_kv_heads
+        if step.tiles:
+            kernel, cache, stages, options = decode_tiles_kernel, step.tiles[spec.layer].decode, 2, self._shape(spec, step)
+        else:
+            kernel, cache, options = decode_kernel, step.caches[spec.layer], self._padded_shape(spec, step)
+            stages = 3 if options["N"] == TILE else 2
+        kernel[(decode_parts(step.decode_rows, keys), keys)](
+            qkv, *cache, step.tables, step.slots, s.parts, s.count, s.partial, s.stats, s.arrived, out,
+            spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0), num_warps=4, num_stages=stages, **options,
+        )  # fmt: skip
+
+    def _attend_prompts(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
+        p = step.prompt_scratch
+        arrays = step.tables, step.parts, step.part_counts, p.partial, p.stats, p.arrived, out
+        sizes = spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0)
+        tiles = step.tiles[spec.layer].prompt if step.tiles else None
+        if tiles:
+            from slipstream.ops.cuda.hopper_prefill import hopper_prefill_kernel
+
+            h = spec.heads
+            hopper_prefill_kernel[(self.processors,)](
+                qkv, *tiles, *arrays, *sizes, HEADS=h.num_kv_heads, GROUP=h.num_q_heads // h.num_kv_heads, D=spec.head_dim,
+                PAGE_SIZE=step.page_size, STAGES=2, num_warps=4, maxnreg=168,
+            )  # fmt: skip
+        else:
+            options = self._padded_shape(spec, step)
+            prefill_kernel[(self.processors,)](
+                qkv, *step.caches[spec.layer], *arrays, *sizes, M=ROWS, num_warps=8,
+                num_stages=5 if options["N"] == TILE else 2, **options,
+            )  # fmt: skip
+
+    def _shape(self, spec: Attention, step: CudaStep) -> dict[str, Any]:
+        h, d = spec.heads, spec.head_dim
+        n = tile_tokens(d, self.dtype.itemsize)
+        return {
+            "HEADS": h.num_kv_heads, "GROUP": h.num_q_heads // h.num_kv_heads, "D": d, "PAGE_SIZE": step.page_size, "N": n,
+            "PRECISION": self.precision,
+        }  # fmt: skip
+
+    def _padded_shape(self, spec: Attention, step: CudaStep) -> dict[str, Any]:
+        return self._shape(spec, step) | {"DP": power(spec.head_dim)}
+
+    def tile_caches(self, caches: list[tuple[Tensor, Tensor]], page_size: int) -> list[Tiles] | None:
+        """Descriptors of the caches in tiles [TILE, head_dim] that the copy engine brings, or None where kernels use addresses.
+
+        Tiles need pages of a multiple of TILE tokens, 16-bit numbers, heads of 64 or 128 and a Hopper GPU or a newer one; the
+        prompts' kernel is for Hopper alone, and so is the language that it is written in imported for it alone.
+        """
+        generation = torch.cuda.get_device_capability(self.device)[0]
+        if not caches or page_size % TILE or self.dtype.itemsize != 2 or generation < 9:
+            return None
+        d = caches[0][0].shape[-1]
+        if d not in (64, 128) or not caches[0][0].numel():
+            return None
+        describe = lambda tile: [(tile(k), tile(v)) for k, v in caches]
+        if generation > 9:
+            return [Tiles(decode, None) for decode in describe(decode_tile)]
+        from slipstream.ops.cuda.hopper_prefill import prompt_tile
+
+        return [Tiles(*pair) for pair in zip(describe(decode_tile), describe(prompt_tile), strict=True)]
+
+    def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
+        both = weight.apply(x)
+        width = both.shape[1] // 2
+        out = torch.empty((x.shape[0], width), dtype=self.dtype, device=self.device)
+        if width:
+            swiglu_kernel[(x.shape[0], cdiv(width, 1024))](both, out, WIDTH=width, B=1024, num_warps=4)
+        return out
+
+    def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(residual)
+        if self.shard.size == 1:
+            y = weight.apply(x)
+            rows, width = y.shape
+            add_norm_kernel[(rows,)](
+                y, residual, norm.weight, out, norm.eps, H=width, HP=power(width), num_warps=row_warps(width)
+            )  # fmt: skip
+            return residual, out
+        buffer, self._turn = self._turn, 1 - self._turn
+        weight.apply(x, self.symmetric.sums[buffer].local[: x.shape[0]])
+        self._sum(buffer, residual, norm, out)
+        return residual, out
+
+    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+        if self.dtype == torch.float32:
+            return head.apply(hidden)
+        return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+
+    def _sum(self, buffer: int, residual: Tensor, norm: Norm | None, out: Tensor) -> None:
+        """out = the sum over ranks; with a norm, residual += that sum and out = its RMSNorm."""
+        rows, hidden = out.shape
+        s = self.symmetric
+        weight, eps = (norm.weight, norm.eps) if norm else (out, 0.0)
+        many = rows > ROW_BARRIER_ROWS
+        if many:
+            self.barrier()
+        most = row_warps(hidden)
+        warps = most if many else max(1, most // (2 if rows <= 64 else 4))
+        sum_add_norm_kernel[(rows,)](
+            s.sums[buffer].addresses, s.flags.addresses, s.counts, s.fault, residual, weight, out, s.rank, rows, eps, FAULT_NS,
+            H=hidden, HP=power(hidden), WORLD=s.size, PROGRAMS=PROGRAMS, NORM=norm is not None, BARRIER=not many,
+            DTYPE=TRITON_TYPE[self.dtype], num_warps=warps,
+        )  # fmt: skip
+
+    def barrier(self) -> None:
+        """Waits, on the device, until all ranks have come here."""
+        s = self.symmetric
+        barrier_kernel[(1,)](
+            s.flags.addresses, s.counts, s.fault, s.rank, FAULT_NS, WORLD=s.size, PROGRAMS=PROGRAMS, num_warps=1
+        )  # fmt: skip
+
+    def cutter(self, num_q_heads: int) -> Cutter:
+        """How a step's prompts are shared among this device's multiprocessors."""
+        return Cutter(num_q_heads, self.processors)
+
+    def prompt_scratch(self, head_dim: int) -> Scratch:
+        """Room for the parts of prompt blocks; apart from the decode rows', which are computed at the same time."""
+        options = {"dtype": torch.float32, "device": self.device}
+        return Scratch(
+            torch.empty(UNITS * ROWS * power(head_dim), **options),
+            torch.empty(UNITS * ROWS * 2, **options),
+            torch.zeros(2 * UNITS, dtype=torch.int32, device=self.device),
+        )
+
+    def scratch(self, most_rows: int, heads: int, head_dim: int) -> DecodeScratch:
+        """Room for up to `most_rows` decode rows cut into parts."""
+        heads = max(1, heads)
+        parts = max(decode_parts(rows, heads) for rows in range(1, most_rows + 1))
+        numbers = {"dtype": torch.float32, "device": self.device}
+        counts = {"dtype": torch.int32, "device": self.device}
+        return DecodeScratch(
+            torch.empty(parts * heads * 16 * power(head_dim), **numbers),
+            torch.empty(parts * heads * 32, **numbers),
+            torch.zeros(most_rows * heads, **counts),
+            torch.zeros((parts, 5), **counts),
+            torch.zeros(1, **counts),
+            most_rows,
+        )
+
+
+def check_shape(head_dim: int, num_q_heads: int, num_kv_heads: int) -> None:
+    """Refuses what the kernels do not cover."""
+    if not 16 <= head_dim <= 256 or head_dim % 2:
+        raise ModelError(f"head_dim {head_dim} is not supported on CUDA; even sizes from 16 to 256 are")
+    if num_kv_heads and num_q_heads // num_kv_heads > 16:
+        raise ModelError(f"{num_q_heads // num_kv_heads} query heads share one key head; CUDA supports up to 16")

@@ -1,0 +1,140 @@
+"""How the host cuts a step's prompt rows into work for the prefill kernels.
+
+A block is up to ROWS consecutive tokens of one request; with one query head it attends to PAIR cache tokens at a time. One
+program each would leave multiprocessors idle (few blocks) or waiting (prompts of different lengths), so blocks are cut along
+the cache in the better of two ways. Either into parts of about one size, which all programs take in turns, the longest first.
+Or, with fewer blocks than multiprocessors, into parts of one size that are each all that a program has to do, and rests, which
+the programs that are left over take in turns.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+ROWS = 128  # tokens of a block at most
+PAIR = 128  # cache tokens at a time
+MOST = 8  # parts that the longest block is cut into at most, where all are of one size
+SIZES = 12  # sizes of parts with programs for themselves that are looked at, about
+LEAST = 4  # pairs of a part at least, where its block has as many
+START = 3  # pairs that a part costs beside its own ...
+JOIN = 4  # ... and one of several that are joined again (measured: docs/gpu_log.md)
+UNITS = 1056  # (part, query head) of cut blocks that the kernels have room for; parts alone need two a program at most
+SPARE = 64  # rows of the table beyond one a block
+
+# columns of the table: slot, position of the block's first token, its index in the step, tokens, first pair, end of the pairs,
+# parts of the block, this part's place in the kernels' scratch, the place of the block's first part (they follow one another)
+COLUMNS = 9
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """For a rank with `num_q_heads` query heads, on `programs` multiprocessors."""
+
+    num_q_heads: int
+    programs: int
+
+    def cut(self, rows: Iterable[Sequence[int]], out: np.ndarray) -> tuple[int, int]:
+        """Writes parts of the blocks of `rows` (slot, position, index in the step, tokens) to out int32 [n, COLUMNS].
+
+        Returns how many parts there are, and how many of them, the first, have programs for themselves; the others follow, the
+        longest first. `out` has room for SPARE parts beyond one a block.
+        """
+        blocks: list[tuple[int, int, int, int, int]] = []
+        for slot, position, index, tokens in rows:
+            for offset in range(0, tokens, ROWS):
+                here = min(ROWS, tokens - offset)
+                blocks.append((-(-(position + offset + here) // PAIR), slot, position + offset, index + offset, here))
+        blocks.sort(reverse=True)
+        alone: list[tuple[int, ...]] = []
+        shared: list[tuple[int, ...]] = []
+        place = 0
+        for (_, *block), (own, ends) in zip(blocks, self._ends([b[0] for b in blocks]), strict=True):
+            n = len(ends)
+            parts = [(*block, begin, end, n, place + i, place) for i, (begin, end) in enumerate(pairwise([0, *ends]))]
+            alone += parts[:own]
+            shared += parts[own:]
+            place += n if n > 1 else 0
+        shared.sort(key=lambda part: part[4] - part[5])
+        parts = alone + shared
+        out[: len(parts)] = np.array(parts, np.int32).reshape(-1, COLUMNS)
+        return len(parts), len(alone)
+
+    def _ends(self, pairs: list[int]) -> list[tuple[int, list[int]]]:
+        """Of each block: how many parts, the first, have programs for themselves, and where all parts end. `pairs` falls."""
+        if not pairs:
+            return []
+        enough = 1.05 * (sum(pairs) + START * len(pairs)) * self.num_q_heads / self.programs
+        cost, parts = self._evenly(pairs, enough)
+        size = self._alone(pairs, cost) if cost > enough else 0
+        if size:
+            return [_split(n, size) for n in pairs]
+        return [(0, _even_ends(n, k)) for n, k in zip(pairs, parts, strict=True)]
+
+    def _evenly(self, pairs: list[int], enough: float) -> tuple[int, list[int]]:
+        """The cost with parts of about one size that all programs share, and into how many each block is cut."""
+        best = parts = [1] * len(pairs)
+        least = self._turns([n + START for n in pairs], self.programs)
+        for most in range(2, MOST + 1):
+            if least <= enough or pairs[0] < LEAST * most:
+                break
+            size = -(-pairs[0] // most)
+            parts = [max(1, -(-(4 * n - size) // (4 * size))) for n in pairs]  # up to a quarter longer than others
+            if sum(parts) - len(parts) > SPARE or sum(n for n in parts if n > 1) * self.num_q_heads > UNITS:
+                break
+            each = [cost for n, k in zip(pairs, parts, strict=True) for cost in [_cost(-(-n // k), k > 1)] * k]
+            cost = self._turns(each, self.programs)
+            if cost < least:
+                best, least = parts, cost
+        return least, best
+
+    def _alone(self, pairs: list[int], cost: int) -> int:
+        """The size of parts that have programs for themselves, if that costs less than `cost`; 0 if none does."""
+        best = 0
+        first = max(LEAST, sum(pairs) * self.num_q_heads // self.programs)
+        for size in range(first, pairs[0], max(1, (cost - first) // SIZES)):
+            if _cost(size, True) >= cost:
+                break
+            own: list[int] = []
+            rests: list[int] = []
+            for n in pairs:
+                alone, ends = _split(n, size)
+                costs = [_cost(end - begin, len(ends) > 1) for begin, end in pairwise([0, *ends])]
+                own += costs[:alone]
+                rests += costs[alone:]
+            spare = self.programs - len(own) * self.num_q_heads
+            if len(own) > SPARE or spare < 0 or sum(rests) * self.num_q_heads > cost * spare:
+                continue
+            here = max(*own, self._turns(rests, spare) if rests else 0)
+            if here < cost:
+                best, cost = size, here
+        return best
+
+    def _turns(self, each: list[int], programs: int) -> int:
+        """About the cost of the program that has most to do, when `programs` take parts in turns, there and back."""
+        each = sorted(each, reverse=True)
+        total = len(each) * self.num_q_heads
+        last = (total - 1) % programs + 1  # items of the last turn
+        ends = 0
+        for program in {0, last - 1, programs - last, programs - 1}:  # both ends, and the edges of the last turn
+            turns = range(0, total, programs)
+            items = (at + (program if i % 2 == 0 else programs - 1 - program) for i, at in enumerate(turns))
+            ends = max(ends, sum(each[item // self.num_q_heads] for item in items if item < total))
+        return ends
+
+
+def _cost(pairs: int, joined: bool) -> int:
+    return pairs + START + (JOIN if joined else 0)
+
+
+def _even_ends(pairs: int, parts: int) -> list[int]:
+    return [pairs * i // parts for i in range(1, parts + 1)]
+
+
+def _split(pairs: int, size: int) -> tuple[int, list[int]]:
+    """How many parts of `size` there are, and where all parts end; a rest too small for a part makes the others longer."""
+    alone, rest = divmod(pairs, size)
+    if alone and rest < LEAST:
+        return alone, _even_ends(pairs, alone)
+    return alone, [*range(size, size * alone + 1, size), pairs]

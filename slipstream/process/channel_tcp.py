@@ -1,0 +1,165 @@
+"""The channel over TCP, for a group whose ranks live on several machines: the two ends of `rank.channel` over ZeroMQ.
+
+The leader binds one socket per follower, on ports that the system chooses, and each takes one connection. Queues are bounded,
+and ZeroMQ's own thread moves the bytes, so neither side can block the other at its high-water mark. A connection that breaks
+stays broken: what was lost with it is missed as an answer, and the group fails closed.
+
+Used where followers are not children of the leader's supervisor; the address travels with their start:
+
+    address, leader_end = serve_followers(3, host="10.0.0.1")
+    follower_end = connect(address, rank=2)
+"""
+
+import msgspec
+import zmq
+
+from slipstream.errors import ConfigError, Diverged, EngineDown
+from slipstream.log.entries import FromFollower, ToFollower
+from slipstream.system.bell import Bell
+
+QUEUED = 4096  # messages that one direction holds: many times the window of unanswered entries
+LINGER = 1000  # milliseconds that the last messages get to leave when an end is closed
+HEARTBEAT, LOST = 2_000, 10_000  # milliseconds between heartbeats, and without one until the peer counts as gone
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a group's leader listens. Only who knows `key` can connect, so it is told to followers alone; it also encrypts."""
+
+    host: str
+    ports: tuple[int, ...]  # by follower: ports[rank - 1]
+    key: str  # the leader's CURVE key, Z85
+
+
+class Ends:
+    """Sockets that are read without waiting, and descriptors that stay readable while something is unread.
+
+    ZeroMQ's descriptor tells of a message once, and any call on the socket may take that notice: so after each call that may
+    have taken one we look, and ring a bell of our own.
+    """
+
+    def __init__(self, sockets: list[zmq.Socket]):
+        self._sockets = sockets
+        self._bell = Bell()
+        self._encode = msgspec.msgpack.Encoder().encode
+        for socket in sockets:
+            self._look(socket)
+
+    def descriptors(self) -> list[int]:
+        return [self._bell.fileno(), *(int(socket.getsockopt(zmq.FD)) for socket in self._sockets)]
+
+    def _look(self, socket: zmq.Socket) -> None:
+        if int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._bell.ring()
+
+    def _send(self, socket: zmq.Socket, data: bytes, patience: float) -> bool:
+        """False when the peer leaves a whole queue unread for `patience` seconds, or is not there."""
+        try:
+            socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            if not patience or not socket.poll(int(patience * 1e3), zmq.POLLOUT):
+                return False
+            socket.send(data, zmq.NOBLOCK)
+        finally:
+            self._look(socket)
+        return True
+
+    def _take(self) -> list[bytes]:
+        """All that has come, each peer's messages in their order."""
+        self._bell.clear()
+        out: list[bytes] = []
+        for socket in self._sockets:
+            try:
+                while True:
+                    out.append(socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                self._look(socket)
+        return out
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(LINGER)
+        self._bell.close()
+
+
+class LeaderEnd(Ends):
+    """The leader's side, with the methods of `rank.channel.LeaderEnd`."""
+
+    def __init__(self, sockets: list[zmq.Socket], patience: float):
+        super().__init__(sockets)
+        self.patience = patience  # seconds that a follower may take to read or to answer
+        self._decode = msgspec.msgpack.Decoder(FromFollower).decode
+
+    def send(self, message: ToFollower) -> int:
+        """Delivers to all followers; returns the encoded size. Diverged, naming the rank, when one takes nothing."""
+        data = self._encode(message)
+        patience = 0.8 * self.patience  # while it waits here the leader does not turn; the supervisor must not blame it first
+        for i, socket in enumerate(self._sockets):
+            if not self._send(socket, data, patience):
+                raise Diverged(f"rank {i + 1} has not read its channel for {patience:g} s", i + 1, -1)
+        return len(data)
+
+    def receive(self) -> list[FromFollower]:
+        return [self._decode(data) for data in self._take()]
+
+
+class FollowerEnd(Ends):
+    """A follower's side, with the methods of `rank.channel.FollowerEnd`."""
+
+    def __init__(self, socket: zmq.Socket):
+        super().__init__([socket])
+        self._decode = msgspec.msgpack.Decoder(ToFollower).decode
+
+    def receive(self) -> list[ToFollower]:
+        return [self._decode(data) for data in self._take()]
+
+    def answer(self, reply: FromFollower) -> None:
+        """EngineDown when the leader leaves a whole queue of replies unread, or is gone."""
+        if not self._send(self._sockets[0], self._encode(reply), 0.0):
+            raise EngineDown("the leader has stopped reading replies")
+
+
+def serve_followers(count: int, host: str = "127.0.0.1", patience: float = 30.0) -> tuple[Address, LeaderEnd]:
+    """Listens for `count` followers on an address of this machine. ConfigError when it cannot."""
+    if not zmq.has("curve"):
+        raise ConfigError("this build of ZeroMQ has no CURVE: ranks on several machines need it (pip's pyzmq has it)")
+    public, secret = zmq.curve_keypair()
+    sockets, ports = [], []
+    for _ in range(count):
+        socket = _socket(host)
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        try:
+            socket.bind(f"tcp://{_bracketed(host)}:*")
+        except zmq.ZMQError as e:
+            raise ConfigError(
+                f"cannot listen for ranks on {host}: {e.strerror}; it must be an address of this machine"
+            ) from None
+        ports.append(int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]))
+        sockets.append(socket)
+    return Address(host, tuple(ports), public.decode()), LeaderEnd(sockets, patience)
+
+
+def connect(address: Address, rank: int) -> FollowerEnd:
+    """The end of follower `rank` (1 for the first). What it sends before the connection stands is kept."""
+    socket = _socket(address.host)
+    public, secret = zmq.curve_keypair()
+    socket.setsockopt(zmq.CURVE_SERVERKEY, address.key.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.connect(f"tcp://{_bracketed(address.host)}:{address.ports[rank - 1]}")
+    return FollowerEnd(socket)
+
+
+def _socket(host: str) -> zmq.Socket:
+    socket = zmq.Context.instance().socket(zmq.PAIR)
+    socket.setsockopt(zmq.SNDHWM, QUEUED)
+    socket.setsockopt(zmq.RCVHWM, QUEUED)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST)
+    return socket
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

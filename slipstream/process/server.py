@@ -1,0 +1,115 @@
+"""A server from socket to exit: listens, starts groups and front ends under one supervisor, and says where it is.
+
+Runs in the supervisor's process: imports neither PyTorch nor the HTTP stack.
+"""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+from typing import NamedTuple
+
+from slipstream import config
+from slipstream.errors import ConfigError
+from slipstream.process.board import Board
+from slipstream.process.group import Spec
+from slipstream.process.protocol import Hello
+from slipstream.process.supervisor import Supervisor
+
+
+class Others(NamedTuple):
+    """The groups of a composite model beside its language model's (`graph.launch`), and what front ends need for them."""
+
+    specs: list[Spec]  # of one rank each; their place on the board is given here
+    graph: str
+    descriptors: list[int]
+
+
+def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: str, others: Others | None = None) -> int:
+    """Runs a server until SIGTERM or SIGINT; returns the exit code."""
+    others = others or Others([], "", [])
+    sock = listen(server)
+    size = engine.tensor_parallel_size
+    board = Board.create(size + len(others.specs))
+    specs = [Spec(0, engine, model_path, size, 0)]
+    specs += [dataclasses.replace(spec, first_block=size + i) for i, spec in enumerate(others.specs)]
+    supervisor = Supervisor(specs, board, engine.step_timeout)
+    supervisor.drain_timeout = server.drain_timeout
+    supervisor.on_ready = lambda: announce(engine, server, sock)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: supervisor.stop())
+    add_fronts(supervisor, engine, server, model_path, others, [sock.fileno(), board.fd, *others.descriptors])
+    code = supervisor.run()
+    if server.uds is not None:
+        pathlib.Path(server.uds).unlink(missing_ok=True)
+    return code
+
+
+def listen(server: config.ServerConfig) -> socket.socket:
+    """Binds before anything is loaded, so that a taken port is told at once. ConfigError when it cannot."""
+    if server.uds is not None:
+        if is_stale_socket(server.uds):
+            pathlib.Path(server.uds).unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address: str | tuple[str, int] = server.uds
+    else:
+        family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = (server.host, server.port)
+    try:
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as e:
+        where = server.uds or f"{server.host}:{server.port}"
+        raise ConfigError(f"cannot listen on {where}: {e.strerror}; another --port or --uds may be free") from None
+    return sock
+
+
+def is_stale_socket(path: str) -> bool:
+    """Whether `path` is a socket that nobody listens on."""
+    if not pathlib.Path(path).is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return True
+    return False
+
+
+def add_fronts(
+    supervisor: Supervisor,
+    engine: config.EngineConfig,
+    server: config.ServerConfig,
+    model_path: str,
+    others: Others,
+    descriptors: list[int],
+) -> None:
+    """Starts `--api-server-count` front ends, which accept on one socket and share what must look like one server's."""
+    count = server.api_server_count
+    if count > 1 and others.graph:
+        raise ConfigError("--api-server-count: a model of several components has one front end")
+    shared = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("slipstream-tally", "slipstream-shelf") if count > 1]
+    for i in range(count):
+        hello = Hello(config.to_json(engine), config.to_json(server), model_path, others.graph, i, count)
+        supervisor.add_front("slipstream.serve.main", hello, [*descriptors, *shared])
+    for fd in shared:
+        os.close(fd)
+
+
+def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: socket.socket) -> None:
+    """Says where the server is, with a line that can be pasted."""
+    if server.uds is not None:
+        where, curl = server.uds, f"--unix-socket {server.uds} http://localhost"
+    else:
+        host, port = sock.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        where = curl = f"http://{host}:{port}"
+    key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
+    name = config.served_name(engine, server)
+    question = '{"role": "user", "content": "What is the capital of France?"}'
+    body = f'{{"model": "{name}", "messages": [{question}], "max_tokens": 64}}'
+    json = "-H 'Content-Type: application/json'"
+    print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)

@@ -1,0 +1,271 @@
+"""The supervisor: parent of all processes of a server. It starts them, watches them, restarts a poisoned group, shuts down.
+
+It imports neither PyTorch nor the HTTP stack, holds no request, and decides by the board and by process ends alone.
+"""
+
+import os
+import pathlib
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.process.board import Board
+from slipstream.process.control import Control
+from slipstream.process.group import STACKS, Group, Member, Spec, State, child_environment
+from slipstream.process.protocol import Attach, Down, Drain, Hello, ToSupervisor
+
+TICK = 0.1  # seconds between looks at the board
+TRIES = 6  # starts in a row that may fail without a token served in between
+BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
+ONE_ASKING = 0.0005  # seconds within which several askings to stop count as one
+GRACE = 5.0  # seconds that a drained front end gets to exit ...
+HURRY = 3.0  # ... and one that was told twice; its last words may take two seconds to leave
+
+
+@dataclass
+class FrontEnd:
+    """One front-end process. `listening` once it can answer requests."""
+
+    process: subprocess.Popen
+    control: Control
+    pidfd: int
+    listening: bool = False
+
+
+def state_folder() -> pathlib.Path:
+    """Where flight records are kept."""
+    cache = os.environ.get("SLIPSTREAM_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "slipstream"
+    )
+    return pathlib.Path(cache) / "flight"
+
+
+class Supervisor:
+    """Runs groups, and front ends where there is a server.
+
+    `on_attach(group, socket)` and `on_down(group, reason)` serve a program that has the engine without HTTP.
+    """
+
+    def __init__(
+        self,
+        specs: list[Spec],
+        board: Board,
+        step_timeout: float,
+        on_attach: Callable[[Attach, socket.socket], None] | None = None,
+        on_down: Callable[[Down], None] | None = None,
+    ):
+        self.board = board
+        self.step_timeout = step_timeout
+        self.groups = [Group(spec, board) for spec in specs]
+        self.fronts: list[FrontEnd] = []
+        self.on_attach, self.on_down = on_attach, on_down
+        self.on_ready: Callable[[], None] | None = None
+        self.drain_timeout = 20.0
+        self.failed = {spec.index: 0 for spec in specs}  # starts in a row
+        self.restart_at: dict[int, float] = {}
+        self.code: int | None = None  # the exit code, once it is known
+        self.draining_until: float | None = None
+        self.hurried = False
+        self._attached: dict[int, int] = {}  # group -> incarnation that front ends know of
+        self._selector = selectors.DefaultSelector()
+        self._asked_at = -1.0  # when `stop` was last heeded
+        self._stop_read, self._stop_write = socket.socketpair()
+        self._stop_read.setblocking(False)
+        self._stop_write.setblocking(False)
+        self._selector.register(self._stop_read, selectors.EVENT_READ, ("stop", None))
+
+    # --- the loop
+
+    def stop(self) -> None:
+        """Asks for an orderly end; from any thread or signal handler.
+
+        Asked again, open answers get their error and no more time; asked a third time it is an end at once. What comes within
+        ONE_ASKING is one asking: a signal to the process and one to its group are one.
+        """
+        now = time.monotonic()
+        if now - self._asked_at < ONE_ASKING:
+            return
+        self._asked_at = now
+        try:
+            self._stop_write.send(b"s")
+        except OSError:
+            pass
+
+    def run(self) -> int:
+        """Until the end; returns the exit code. Whatever happens, no child outlives this call."""
+        try:
+            for group in self.groups:
+                self._start(group)
+            while self.code is None:
+                for key, _ in self._selector.select(TICK):
+                    self._on(*key.data)
+                self._look()
+            return self.code
+        finally:
+            self._end_all()
+
+    def _on(self, kind: str, who) -> None:
+        if kind == "stop":
+            try:
+                side_messages = self._stop_read.recv(64)
+            except BlockingIOError:
+                return
+            for _ in side_messages:
+                if not self.fronts or self.hurried:
+                    self.code = 0  # nobody has anything to end, or it was asked for a third time
+                elif self.draining_until is not None:
+                    self.hurried = True
+                    self._drain(0.0, HURRY)
+                else:
+                    self._drain(self.drain_timeout, GRACE)
+        elif kind == "rank":
+            group, member = who
+            group.on_message(member)
+        elif kind == "rank end":
+            group, member = who
+            self._selector.unregister(member.pidfd)
+            group.on_exit(member)
+        elif kind == "front":
+            got = who.control.receive()
+            if got is None:
+                self._selector.unregister(who.control)
+            else:
+                who.listening = True
+                self._announce()
+        elif kind == "front end":
+            self._front_ended(who)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for group in self.groups:
+            was = group.state
+            group.check(self.step_timeout)
+            if group.failure is not None and group.members:
+                self._poison(group)
+            elif group.state is State.READY and group.spec.index not in self._attached:
+                self._attach(group)
+            elif was is State.POISONED and now >= self.restart_at.get(group.spec.index, now) and self.code is None:
+                self._start(group)
+        if self.draining_until is not None and (not self.fronts or now > self.draining_until):
+            self.code = 0
+
+    # --- groups
+
+    def _start(self, group: Group) -> None:
+        if self.draining_until is not None:
+            return
+        group.start()
+        for member in group.members:
+            self._selector.register(member.control, selectors.EVENT_READ, ("rank", (group, member)))
+            self._selector.register(member.pidfd, selectors.EVENT_READ, ("rank end", (group, member)))
+
+    def _attach(self, group: Group) -> None:
+        self._attached[group.spec.index] = group.incarnation
+        begin = group.begin
+        assert begin is not None
+        message = Attach(group.spec.index, group.incarnation, begin.pages, begin.slots, begin.max_len)
+        for deliver in (*(self._deliver_to(f) for f in self.fronts), *([self.on_attach] if self.on_attach else [])):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            group.give_front(theirs.fileno())
+            theirs.close()
+            deliver(message, ours)
+        self._announce()
+
+    @staticmethod
+    def _deliver_to(front: FrontEnd) -> Callable[[Attach, socket.socket], None]:
+        def deliver(message: Attach, sock: socket.socket) -> None:
+            front.control.send(message, [sock.fileno()])
+            sock.close()
+
+        return deliver
+
+    def _poison(self, group: Group) -> None:
+        """No more entries: tell the clients' side first, keep the evidence, then clear away and start anew."""
+        index = group.spec.index
+        served = any(self.board.state(group.spec.first_block + m.rank).settled > 0 for m in group.members)
+        self.failed[index] = 1 if served else self.failed[index] + 1
+        wait = BACKOFF[min(self.failed[index] - 1, len(BACKOFF) - 1)]
+        down = Down(index, group.incarnation, group.failure or "", 2.0 + wait)
+        for front in self.fronts:
+            front.control.send(down)
+        if self.on_down is not None:
+            self.on_down(down)
+        self._attached.pop(index, None)
+        self._say(f"group {index} is down: {group.failure}")
+        if not group.refused:
+            group.stacks()
+            time.sleep(STACKS)
+            record = group.record(state_folder())
+            if record is not None:
+                self._say(f"flight record: {record}")
+        for member in group.members:
+            self._forget(member)
+        group.kill()
+        if group.refused or self.failed[index] >= TRIES:
+            self._say("giving up" if not group.refused else "nothing was started")
+            self.code = 2 if group.refused else 1
+        else:
+            self.restart_at[index] = time.monotonic() + wait
+
+    def _forget(self, member: Member) -> None:
+        for thing in (member.control, member.pidfd):
+            try:
+                self._selector.unregister(thing)
+            except KeyError:
+                pass
+
+    # --- front ends
+
+    def add_front(self, module: str, hello: Hello, descriptors: list[int]) -> None:
+        """Starts a front-end process; it learns of each group as that becomes ready."""
+        control, theirs = Control.pair(ToSupervisor)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, "--control-fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=child_environment(),
+        )
+        theirs.close()
+        control.send(hello, descriptors)
+        front = FrontEnd(process, control, os.pidfd_open(process.pid))
+        self.fronts.append(front)
+        self._selector.register(control, selectors.EVENT_READ, ("front", front))
+        self._selector.register(front.pidfd, selectors.EVENT_READ, ("front end", front))
+
+    def _front_ended(self, front: FrontEnd) -> None:
+        self._selector.unregister(front.pidfd)
+        code = front.process.wait()
+        os.close(front.pidfd)
+        self.fronts.remove(front)
+        if self.draining_until is None:
+            self._say(f"a front end ended with {code}; shutting down")
+            self.code = 1
+
+    def _announce(self) -> None:
+        """Once, when everything is up."""
+        if self.on_ready and all(f.listening for f in self.fronts) and len(self._attached) == len(self.groups):
+            self.on_ready()
+            self.on_ready = None
+
+    def _drain(self, timeout: float, grace: float) -> None:
+        self.draining_until = time.monotonic() + timeout + grace
+        self._say("asked again: ending what still runs" if self.hurried else f"draining for up to {timeout:g} s")
+        for front in self.fronts:
+            front.control.send(Drain(timeout))
+
+    def _end_all(self) -> None:
+        for front in self.fronts:
+            front.process.kill()
+            front.process.wait()
+            front.control.close()
+        for group in self.groups:
+            group.kill()
+        self._selector.close()
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"slipstream: {text}", file=sys.stderr, flush=True)

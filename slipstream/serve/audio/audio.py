@@ -1,0 +1,270 @@
+"""/v1/audio/transcriptions, /v1/audio/translations and /v1/audio/speech of a composite model. Mounted where one is served.
+
+Uploads stay in memory, within limits, and are gone with their request; decoding and encoding run in threads.
+"""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import Response
+
+from slipstream.components.speech import MAX_SPEED, MIN_SPEED, RATE, VOICES
+from slipstream.errors import BadRequest
+from slipstream.graph.conductor import RequestFailed
+from slipstream.serve.audio import audio_file
+from slipstream.serve.audio.audio_text import FORMATS as TEXT_FORMATS
+from slipstream.serve.audio.audio_text import render
+from slipstream.serve.engine.composite import Call, Composite
+from slipstream.serve.errors import Failed, Failure, to_failure
+from slipstream.serve.front import Front
+from slipstream.serve.request_body import READ_SECONDS, read
+
+HEARD_RATE = 16_000
+MAX_BODY = audio_file.MAX_BYTES + (64 << 10)
+MAX_INPUT = 4096  # characters to speak, as OpenAI has it
+_threads = ThreadPoolExecutor(2, "audio")
+
+
+async def in_thread(work, *args) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(_threads, work, *args)
+
+
+def composite_of(http) -> Composite:
+    front: Front = http.app.state.front
+    assert front.composite
+    return front.composite
+
+
+class _InMemory(MultiPartParser):
+    spool_max_size = MAX_BODY + 1  # nothing is ever written to a disk
+
+
+async def form_of(http: Request) -> dict[str, Any]:
+    """A multipart body's fields; the file as bytes. Raises BadRequest, or Failed with 413, 415 or 408."""
+    if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
+        raise Failed(Failure(415, "the body must be multipart/form-data with a file"))
+    size = 0
+
+    async def bounded():
+        nonlocal size
+        async for part in http.stream():
+            size += len(part)
+            if size > MAX_BODY:
+                raise Failed(Failure(413, f"the body is larger than {MAX_BODY >> 20} MiB", "file"))
+            yield part
+
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            form = await _InMemory(http.headers, bounded(), max_files=1, max_fields=32, max_part_size=64 << 10).parse()
+    except TimeoutError:
+        raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
+    except (MultiPartException, HTTPException, KeyError) as e:
+        raise BadRequest(f"the form cannot be read: {getattr(e, 'message', 'no boundary')}", "file") from None
+    out: dict[str, Any] = {}
+    for key, value in form.multi_items():
+        if isinstance(value, UploadFile):
+            out[key] = await value.read()
+            await value.close()
+        elif key.endswith("[]"):
+            out.setdefault(key, []).append(value)
+        else:
+            out[key] = value
+    return out
+
+
+_FIELDS = {"file", "model", "language", "prompt", "response_format", "temperature", "timestamp_granularities[]", "stream"}
+
+
+def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
+    """(response format, the walk's parameters, whether to stream) of a form that was checked."""
+    unknown = sorted(set(form) - _FIELDS)
+    if unknown:
+        raise BadRequest(f"unknown parameter: {unknown[0][:100]}", unknown[0][:100])
+    if not isinstance(form.get("file"), bytes):
+        raise BadRequest("file: an audio file is missing", "file")
+    shape = form.get("response_format", "json")
+    if shape not in TEXT_FORMATS:
+        raise BadRequest(f"response_format: {shape[:50]!r} is not one of {', '.join(TEXT_FORMATS)}", "response_format")
+    if set(form.get("timestamp_granularities[]", [])) - {"segment"}:
+        raise BadRequest("timestamp_granularities: only segment is supported", "timestamp_granularities[]")
+    try:
+        temperature = float(form.get("temperature", 0) or 0)
+    except ValueError:
+        temperature = -1.0
+    if not 0 <= temperature <= 1:
+        raise BadRequest("temperature: expected a number between 0 and 1", "temperature")
+    stream = str(form.get("stream", "")).lower() in ("true", "1")
+    if stream and shape not in ("json", "text"):
+        raise BadRequest("stream: only with response_format json or text", "stream")
+    params = {"language": form.get("language") or None, "prompt": form.get("prompt", ""), "temperature": temperature}
+    return shape, params, stream
+
+
+async def transcriptions(http: Request) -> Response:
+    """POST /v1/audio/transcriptions."""
+    front, composite = http.app.state.front, composite_of(http)
+    form = await form_of(http)
+    front.check_model(form.get("model"))
+    shape, params, stream = _transcription(form)
+    audio = await in_thread(audio_file.decode, form.pop("file"), HEARD_RATE)
+    call = composite.open("transcribe", ("heard", "segments"), ("audio",), params)
+    call.watch(http.receive, http.scope.get("slipstream.cut"))
+    call.feed("audio", audio)
+    if stream:
+        return Events(call, _transcript_events(call))
+    async with call:
+        text, segments = "", []
+        async for output in call.run:
+            if output.port == "heard":
+                text += output.value or ""
+            elif output.value is not None:
+                segments = output.value
+    if call.gone:
+        return Response(status_code=499)
+    language = params["language"] or "en"
+    kind, body = render(shape, text.strip(), segments, len(audio) / HEARD_RATE, language)
+    return Response(body, media_type=kind)
+
+
+async def _transcript_events(call: Call) -> AsyncIterator[dict]:
+    text = ""
+    async for output in call.run:
+        if output.port == "heard" and output.value:
+            piece = output.value if text else output.value.lstrip()
+            text += piece
+            yield {"type": "transcript.text.delta", "delta": piece}
+    yield {"type": "transcript.text.done", "text": text.strip()}
+
+
+async def translations(http: Request) -> Response:
+    """POST /v1/audio/translations: refused by name, since the model has no such task."""
+    await form_of(http)
+    raise BadRequest(f"model: {http.app.state.front.model!r} hears English only and cannot translate", "model")
+
+
+class SpeechBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/audio/speech."""
+
+    input: Annotated[str, Meta(min_length=1, max_length=MAX_INPUT)]
+    model: str | None = None
+    voice: str | dict[str, str] = VOICES[0]
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = "mp3"
+    speed: Annotated[float, Meta(ge=0.25, le=4.0)] = 1.0
+    stream_format: Literal["sse", "audio"] | None = None
+    stream: bool | None = None
+    instructions: str | None = None
+
+
+def check_voice(voice: str | dict[str, str], param: str = "voice") -> None:
+    name = voice.get("id", "") if isinstance(voice, dict) else voice
+    if name not in VOICES:
+        raise BadRequest(f"voice: {name[:50]!r} is not one of {', '.join(VOICES)}", param)
+
+
+def check_speed(speed: float) -> None:
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise BadRequest(f"speed: this voice speaks at {MIN_SPEED} to {MAX_SPEED} times its pace", "speed")
+
+
+async def speech(http: Request) -> Response:
+    """POST /v1/audio/speech. Whole by default; `stream_format` or `stream` sends wav and pcm as they are made."""
+    front, composite = http.app.state.front, composite_of(http)
+    body = await read(http, SpeechBody)
+    front.check_model(body.model)
+    check_voice(body.voice)
+    check_speed(body.speed)
+    if body.instructions:
+        raise BadRequest("instructions: this voice takes none", "instructions")
+    if why := audio_file.unavailable(body.response_format):
+        raise BadRequest(f"response_format: {why}", "response_format")
+    streamed = bool(body.stream) or body.stream_format is not None
+    if streamed and body.response_format not in ("wav", "pcm"):
+        raise BadRequest("response_format: only wav and pcm can be streamed", "response_format")
+    call = composite.open("speak", ("audio",), ("text",), {"speed": body.speed})
+    call.watch(http.receive, http.scope.get("slipstream.cut"))
+    call.feed("text", body.input)
+    if body.stream_format == "sse":
+        return Events(call, _speech_events(call, body.response_format))
+    kind = audio_file.FORMATS[body.response_format][0]
+    if streamed:
+        return Sound(call, body.response_format, kind)
+    async with call:
+        parts = [output.value async for output in call.run if output.value is not None]
+    if call.gone:
+        return Response(status_code=499)
+    samples = np.concatenate(parts) if parts else np.zeros(RATE // 4, np.int16)
+    return Response(await in_thread(audio_file.encode, samples, RATE, body.response_format), media_type=kind)
+
+
+async def _speech_events(call: Call, format: str) -> AsyncIterator[dict]:
+    if format == "wav":
+        yield {"type": "speech.audio.delta", "audio": base64.b64encode(audio_file.wav_header(RATE, None)).decode()}
+    async for output in call.run:
+        if output.value is not None:
+            yield {"type": "speech.audio.delta", "audio": base64.b64encode(audio_file.pcm16(output.value)).decode()}
+    yield {"type": "speech.audio.done"}
+
+
+class Events(Response):
+    """Server-sent events of a call. A failure is the last event, by name, and never a clean end."""
+
+    def __init__(self, call: Call, events: AsyncIterator[dict], done: bytes = b""):
+        super().__init__()
+        self.call, self.events, self.done = call, events, done
+
+    async def __call__(self, scope, receive, send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        call = self.call
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in self.events:
+                await call.write(send, b"data: " + json.dumps(event).encode() + b"\n\n", True)
+            if not call.gone:
+                await call.write(send, self.done, False)
+        except Exception as e:
+            await call.write(send, b"data: " + failure_of(e).body() + b"\n\n", False)
+        finally:
+            call.close()
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a client is told; a component's failure with its name."""
+    if isinstance(error, RequestFailed):
+        code = "component_refused" if error.status < 500 else "component_failed"
+        return Failure(error.status, str(error), error.param, code)
+    return to_failure(error)
+
+
+class Sound(Response):
+    """Audio as it is made. A failure cuts the connection, so that no client takes a part for the whole."""
+
+    def __init__(self, call: Call, format: str, kind: str):
+        super().__init__()
+        self.call, self.format, self.kind = call, format, kind
+
+    async def __call__(self, scope, receive, send) -> None:
+        call = self.call
+        try:
+            first = await anext(call.run, None)
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self.kind.encode())]})
+            if self.format == "wav":
+                await call.write(send, audio_file.wav_header(RATE, None), True)
+            while first is not None:
+                if first.value is not None:
+                    await call.write(send, audio_file.pcm16(first.value), True)
+                first = await anext(call.run, None)
+            if not call.gone:
+                await call.write(send, b"", False)
+        finally:
+            call.close()

@@ -1,0 +1,306 @@
+"""/v1/realtime: a spoken conversation over one WebSocket, with OpenAI's event names.
+
+What the client says is a streaming input of a running `transcribe` request from its first sample on; each answer is a `chat`
+request of its own, so nothing late of one can enter the next. Speech that begins while an answer goes out ends that answer.
+"""
+
+import asyncio
+import base64
+import binascii
+import json
+import secrets
+from typing import Any
+
+import numpy as np
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from slipstream.components.speech import RATE
+from slipstream.errors import BadRequest, SlipstreamError
+from slipstream.serve.audio.audio import HEARD_RATE, failure_of
+from slipstream.serve.audio.audio_file import Resampler
+from slipstream.serve.audio.realtime_answer import Answering
+from slipstream.serve.audio.realtime_session import Conversation, Settings
+from slipstream.serve.audio.vad import Detector
+from slipstream.serve.engine.composite import Call, Composite
+from slipstream.serve.front import Front
+
+SEND_SECONDS = 20.0  # that one event may wait for a client to read
+MAX_SESSIONS = 32
+MAX_TURN_SECONDS = 60
+MIN_TURN_SECONDS = 0.1
+
+
+class Gone(Exception):
+    """The client does not read, or is gone."""
+
+
+async def realtime(ws: WebSocket) -> None:
+    """The WebSocket route."""
+    front: Front = ws.app.state.front
+    assert front.composite
+    sessions: set[Session] = ws.app.state.__dict__.setdefault("realtime_sessions", set())
+    await ws.accept()
+    session = Session(ws, front, front.composite)
+    if len(sessions) >= MAX_SESSIONS or front.engine.draining:
+        await session.error("the server takes no more sessions now", code="unavailable")
+        return await ws.close(1013)
+    sessions.add(session)
+    try:
+        front.check_model(ws.query_params.get("model"))
+        await session.run()
+    except BadRequest as e:
+        await session.error(str(e), e.param)
+        await ws.close(1008)
+    except (Gone, WebSocketDisconnect, RuntimeError):
+        pass
+    finally:
+        session.close()
+        sessions.discard(session)
+
+
+class Session:
+    """One client. Its own events are handled in order; the answer under way is a task beside."""
+
+    def __init__(self, ws: WebSocket, front: Front, composite: Composite):
+        self.ws, self.front, self.composite = ws, front, composite
+        self.settings = Settings(model=front.model)
+        self.talk = Conversation()
+        self._detector: Detector | None = None
+        self._padding: list[np.ndarray] = []  # samples from before speech began
+        self._hearing: Hearing | None = None
+        self._answer: Answering | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._lock = asyncio.Lock()
+        self._reset_turns()
+
+    async def run(self) -> None:
+        await self.send("session.created", session=self.settings.describe())
+        while True:
+            message = await self.ws.receive()
+            if message["type"] == "websocket.disconnect":
+                raise Gone
+            event: dict[str, Any] = {}
+            try:
+                event = _event(message.get("text"))
+                await self._on(event)
+            except SlipstreamError as e:
+                failure = failure_of(e)
+                await self.error(failure.message, failure.param, event.get("event_id"), failure.code)
+
+    async def send(self, type: str, **fields: Any) -> None:
+        """One event. Raises Gone where the client leaves it unread for too long."""
+        data = json.dumps({"type": type, "event_id": "event_" + secrets.token_hex(8), **fields})
+        try:
+            async with self._lock, asyncio.timeout(SEND_SECONDS):
+                await self.ws.send_text(data)
+        except (TimeoutError, RuntimeError, WebSocketDisconnect):
+            self.close()
+            raise Gone from None
+
+    async def error(self, message: str, param: str | None = None, cause: str | None = None, code: Any = None) -> None:
+        kind = "server_error" if code in ("component_failed", "internal_error", "unavailable") else "invalid_request_error"
+        await self.send(
+            "error", error={"type": kind, "code": str(code or kind), "message": message, "param": param, "event_id": cause}
+        )
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        if self._hearing:
+            self._hearing.call.close()
+        if self._answer:
+            self._answer.call.close()
+
+    # -- events of the client
+
+    async def _on(self, event: dict[str, Any]) -> None:
+        handler = getattr(self, "_on_" + event["type"].replace(".", "_"), None)
+        if handler is None:
+            raise BadRequest(f"type: {event['type'][:100]!r} is not an event that is taken here", "type")
+        await handler(event)
+
+    async def _on_session_update(self, event: dict[str, Any]) -> None:
+        self.settings = self.settings.updated(event.get("session"))
+        self._reset_turns()
+        await self.send("session.updated", session=self.settings.describe())
+
+    def _reset_turns(self) -> None:
+        turns = self.settings.turns
+        self._detector = Detector(RATE, turns) if turns else None
+        self._padding = []
+
+    async def _on_input_audio_buffer_append(self, event: dict[str, Any]) -> None:
+        samples = _samples(event.get("audio"))
+        if self._detector is None:
+            await self._hear(samples)
+            return
+        before = self._detector.speaking
+        for what, _ in self._detector.feed(samples):
+            if what == "started":
+                await self._began()
+            else:
+                await self._hear(samples)
+                samples = samples[:0]
+                await self._commit(auto=True)
+        if self._detector.speaking or before:
+            await self._hear(samples)
+        elif self.settings.turns:
+            keep = RATE * self.settings.turns.prefix_padding_ms // 1000
+            self._padding = [np.concatenate([*self._padding, samples])[-keep:]] if keep else []
+
+    async def _began(self) -> None:
+        """Speech begins: an answer that is under way ends at once."""
+        await self.send("input_audio_buffer.speech_started", audio_start_ms=0, item_id=self.talk.next_id)
+        if self._answer and self.settings.interrupts:
+            await self._answer.cancel("turn_detected")
+        padding, self._padding = self._padding, []
+        for piece in padding:
+            await self._hear(piece)
+
+    async def _hear(self, samples: np.ndarray) -> None:
+        if not len(samples):
+            return
+        if self._hearing is None:
+            call = self.composite.open("transcribe", ("heard",), ("audio",), {"timestamps": True})
+            self._hearing = Hearing(call)
+        if self._hearing.seconds + len(samples) / RATE > MAX_TURN_SECONDS:
+            self._drop_hearing()
+            raise BadRequest(f"audio: a turn is at most {MAX_TURN_SECONDS} s; the buffer was cleared", "audio")
+        await self._hearing.feed(samples)
+
+    def _drop_hearing(self) -> None:
+        if self._hearing:
+            self._hearing.call.close()
+        self._hearing = None
+
+    async def _on_input_audio_buffer_clear(self, event: dict[str, Any]) -> None:
+        self._drop_hearing()
+        self._reset_turns()
+        await self.send("input_audio_buffer.cleared")
+
+    async def _on_input_audio_buffer_commit(self, event: dict[str, Any]) -> None:
+        if self._hearing is None or self._hearing.seconds < MIN_TURN_SECONDS:
+            raise BadRequest(f"the buffer holds less than {MIN_TURN_SECONDS * 1000:.0f} ms of audio", "audio")
+        await self._commit(auto=False)
+
+    async def _commit(self, auto: bool) -> None:
+        """The turn has ended: its words become an item, and with `auto` an answer begins."""
+        hearing, self._hearing = self._hearing, None
+        if hearing is None:
+            return
+        item = self.talk.add("user", "input_audio")
+        if auto:
+            await self.send("input_audio_buffer.speech_stopped", audio_end_ms=int(hearing.seconds * 1000), item_id=item.id)
+        await self.send("input_audio_buffer.committed", item_id=item.id, previous_item_id=item.previous)
+        await self.send("conversation.item.added", item=item.describe(), previous_item_id=item.previous)
+        item.words = self._task(self._words(hearing, item))
+        if auto and self.settings.answers:
+            await self._respond({})
+
+    async def _words(self, hearing: "Hearing", item) -> str:
+        try:
+            text = await hearing.words()
+        except SlipstreamError as e:
+            await self.send(
+                "conversation.item.input_audio_transcription.failed",
+                item_id=item.id, content_index=0, error={"type": "server_error", "message": str(e)},
+            )  # fmt: skip
+            text = ""
+        item.text = text
+        await self.send(
+            "conversation.item.input_audio_transcription.completed",
+            item_id=item.id, content_index=0, transcript=text, usage={"type": "duration", "seconds": round(hearing.seconds, 2)},
+        )  # fmt: skip
+        await self.send("conversation.item.done", item=item.describe(), previous_item_id=item.previous)
+        return text
+
+    async def _on_conversation_item_create(self, event: dict[str, Any]) -> None:
+        item = self.talk.create(event.get("item"))
+        await self.send("conversation.item.added", item=item.describe(), previous_item_id=item.previous)
+        await self.send("conversation.item.done", item=item.describe(), previous_item_id=item.previous)
+
+    async def _on_conversation_item_delete(self, event: dict[str, Any]) -> None:
+        self.talk.delete(event.get("item_id"))
+        await self.send("conversation.item.deleted", item_id=event.get("item_id"))
+
+    async def _on_conversation_item_truncate(self, event: dict[str, Any]) -> None:
+        self.talk.truncate(event.get("item_id"), event.get("audio_end_ms"))
+        keep = {k: event.get(k) for k in ("item_id", "content_index", "audio_end_ms")}
+        await self.send("conversation.item.truncated", **keep)
+
+    async def _on_response_create(self, event: dict[str, Any]) -> None:
+        await self._respond(event.get("response") or {})
+
+    async def _on_response_cancel(self, event: dict[str, Any]) -> None:
+        if self._answer is None:
+            raise BadRequest("no answer is under way", "type")
+        await self._answer.cancel("client_cancelled")
+
+    # -- answers
+
+    async def _respond(self, given: dict[str, Any]) -> None:
+        if self._answer is not None:
+            raise BadRequest("an answer is under way; cancel it or wait for response.done", "type")
+        settings = self.settings.for_response(given)
+        self._answer = Answering(self, settings)
+        self._task(self._answer.run())
+
+    def answered(self, answer: "Answering") -> None:
+        if self._answer is answer:
+            self._answer = None
+
+    def _task(self, work) -> asyncio.Task:
+        task = asyncio.get_running_loop().create_task(_quiet(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _quiet(work) -> Any:
+    try:
+        return await work
+    except Gone:
+        return None
+
+
+class Hearing:
+    """One turn of the client's speech, on its way into a running request."""
+
+    def __init__(self, call: Call):
+        self.call = call
+        self.seconds = 0.0
+        self._resampler = Resampler(RATE, HEARD_RATE)
+
+    async def feed(self, samples: np.ndarray) -> None:
+        self.seconds += len(samples) / RATE
+        await self.call.run.feed("audio", self._resampler.feed(samples))
+
+    async def words(self) -> str:
+        """Ends the input and returns what was heard."""
+        try:
+            await self.call.run.feed("audio", self._resampler.feed(np.zeros(0, np.float32), last=True), True)
+            return "".join([o.value async for o in self.call.run if o.value is not None]).strip()
+        finally:
+            self.call.close()
+
+
+def _event(text: str | None) -> dict[str, Any]:
+    """text: None of a binary message."""
+    try:
+        event = json.loads(text or "")
+    except (ValueError, RecursionError):
+        raise BadRequest("an event must be a JSON object") from None
+    if not isinstance(event, dict) or not isinstance(event.get("type"), str):
+        raise BadRequest("type: an event needs its type", "type")
+    return event
+
+
+def _samples(data: Any) -> np.ndarray:
+    """base64 of 16-bit samples at 24 kHz to float32."""
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise BadRequest("audio: expected base64 of 16-bit samples at 24000 Hz", "audio") from None
+    if len(raw) % 2:
+        raise BadRequest("audio: holds half a sample", "audio")
+    return np.frombuffer(raw, "<i2").astype(np.float32) / 32768

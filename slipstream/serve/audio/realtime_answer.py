@@ -1,0 +1,134 @@
+"""One answer of a realtime session: a `chat` request of its own, told to the client as it goes."""
+
+import base64
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from slipstream.components.speech import RATE
+from slipstream.errors import SlipstreamError
+from slipstream.serve.audio.audio import failure_of
+from slipstream.serve.audio.audio_file import pcm16
+from slipstream.serve.audio.realtime_session import Settings
+
+if TYPE_CHECKING:
+    from slipstream.serve.audio.realtime import Session
+
+
+class Answering:
+    """One answer: waits for what was said, runs a `chat` request, and tells the client as it goes."""
+
+    def __init__(self, session: "Session", settings: Settings):
+        self.session, self.settings = session, settings
+        self.id = "resp_" + secrets.token_hex(8)
+        self.item = session.talk.reserve("assistant", "audio" if settings.speaks else "text")
+        self.call: Any = _NoCall()
+        self.cancelled: str | None = None
+        self.finish: dict[str, Any] = {"reason": "stop", "usage": None}
+        self.samples = 0
+        self._begun = False
+        self._ended = False
+
+    async def cancel(self, why: str) -> None:
+        """Nothing of this answer is sent after its response.done, which is sent now."""
+        self.cancelled = why
+        self.call.close()
+        await self._end("cancelled", {"type": "cancelled", "reason": why})
+
+    async def run(self) -> None:
+        session = self.session
+        try:
+            await session.send("response.created", response=self._describe("in_progress"))
+            await session.talk.settled()
+            if self.cancelled:
+                return
+            messages = session.talk.messages(self.settings.instructions)
+            wanted = ("text", "finish", *(("audio",) if self.settings.speaks else ()))
+            params = {"body": self.settings.body(), "messages": messages, "speed": self.settings.speed}
+            self.call = session.composite.open("chat", wanted, ("messages",), params)
+            self.call.feed("messages", messages)
+            await self._speak()
+            if not self.cancelled:
+                length = self.finish["reason"] == "length"
+                details = {"type": "incomplete", "reason": "max_output_tokens"} if length else None
+                await self._end("incomplete" if length else "completed", details)
+        except SlipstreamError as e:
+            failure = failure_of(e)
+            error = {"type": "server_error", "code": str(failure.code or failure.status), "message": failure.message}
+            if not self.cancelled:
+                await self._end("failed", {"type": "failed", "error": error})
+        finally:
+            self.call.close()
+            session.answered(self)
+
+    async def _speak(self) -> None:
+        kind = "response.output_audio_transcript.delta" if self.settings.speaks else "response.output_text.delta"
+        async for output in self.call.run:
+            if output.value is None:
+                continue
+            if output.port == "finish":
+                self.finish = output.value
+                continue
+            await self._begin()
+            if self.cancelled:
+                return
+            if output.port == "text":
+                self.item.text += output.value
+                await self.session.send(kind, **self._at(), delta=output.value)
+            else:
+                self.samples += len(output.value)
+                data = base64.b64encode(pcm16(output.value)).decode()
+                await self.session.send("response.output_audio.delta", **self._at(), delta=data)
+
+    def _at(self) -> dict[str, Any]:
+        return {"response_id": self.id, "item_id": self.item.id, "output_index": 0, "content_index": 0}
+
+    def _part(self) -> dict[str, Any]:
+        name = "transcript" if self.settings.speaks else "text"
+        return {"type": "audio" if self.settings.speaks else "text", name: self.item.text}
+
+    async def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        send, place = self.session.send, {"response_id": self.id, "output_index": 0}
+        self.session.talk.append(self.item)
+        await send("response.output_item.added", **place, item=self.item.describe("in_progress"))
+        await send("conversation.item.added", item=self.item.describe("in_progress"), previous_item_id=self.item.previous)
+        await send("response.content_part.added", **self._at(), part={**self._part(), "transcript": ""})
+
+    async def _end(self, status: str, details: dict[str, Any] | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self.session.answered(self)
+        send = self.session.send
+        self.item.milliseconds = self.samples * 1000 // RATE
+        if self._begun:
+            if self.settings.speaks:
+                await send("response.output_audio.done", **self._at())
+                await send("response.output_audio_transcript.done", **self._at(), transcript=self.item.text)
+            else:
+                await send("response.output_text.done", **self._at(), text=self.item.text)
+            await send("response.content_part.done", **self._at(), part=self._part())
+            done = self.item.describe("completed" if status == "completed" else "incomplete")
+            await send("response.output_item.done", response_id=self.id, output_index=0, item=done)
+            await send("conversation.item.done", item=done, previous_item_id=self.item.previous)
+        await send("response.done", response=self._describe(status, details))
+
+    def _describe(self, status: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
+        usage = self.finish["usage"] or {}
+        counts = {"input_tokens": usage.get("prompt_tokens", 0), "output_tokens": usage.get("completion_tokens", 0)}
+        return {
+            "id": self.id,
+            "object": "realtime.response",
+            "status": status,
+            "status_details": details,
+            "output": [self.item.describe(status)] if self._begun else [],
+            "output_modalities": ["audio" if self.settings.speaks else "text"],
+            "usage": {**counts, "total_tokens": sum(counts.values())} if self.finish["usage"] else None,
+        }
+
+
+class _NoCall:
+    def close(self) -> None:
+        pass

@@ -1,0 +1,40 @@
+"""The routes that a composite model adds to the front end's, or puts in their place."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+
+from slipstream.graph.conductor import RequestFailed
+from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations
+from slipstream.serve.audio.chat import VoiceChatBody, chat
+from slipstream.serve.audio.realtime import realtime
+from slipstream.serve.errors import Failed
+
+
+def documented() -> dict[str, tuple[type, str]]:
+    """The JSON bodies among them, for the OpenAPI document."""
+    return {"/v1/chat/completions": (VoiceChatBody, "Answer a conversation"), "/v1/audio/speech": (SpeechBody, "Speak a text")}
+
+
+def routes() -> list[BaseRoute]:
+    """Route list for `app.build`; they stand before the plain ones."""
+    posts = {
+        "/v1/chat/completions": chat,
+        "/v1/audio/transcriptions": transcriptions,
+        "/v1/audio/translations": translations,
+        "/v1/audio/speech": speech,
+    }
+    spoken: list[BaseRoute] = [Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()]
+    return [*spoken, WebSocketRoute("/v1/realtime", realtime)]
+
+
+def _named(handler):
+    """A component's failure becomes an answer that names it."""
+
+    async def route(http: Request) -> Response:
+        try:
+            return await handler(http)
+        except RequestFailed as e:
+            raise Failed(failure_of(e)) from None
+
+    return route

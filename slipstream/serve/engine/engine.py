@@ -1,0 +1,236 @@
+"""The front end's view of the engine: who is waiting for what, and the promise that each of them hears one end.
+
+Runs on the event loop's thread only. It knows no HTTP: it takes `log.request.Request`s and calls sinks.
+"""
+
+import itertools
+import logging
+import secrets
+import socket
+import time
+from array import array
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.errors import Overloaded
+from slipstream.log.request import Request, TokenLogprobs
+from slipstream.process.protocol import Abort, Attach, Down, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens
+from slipstream.serve.engine.link import Link
+from slipstream.serve.errors import Failed, Failure
+
+log = logging.getLogger("slipstream.serve")
+
+
+class Sink(Protocol):
+    """Hears of one request. After `finish` or `fail`, of which exactly one comes unless the sink aborted, nothing comes."""
+
+    def started(self, cached_tokens: int) -> None: ...
+
+    def token(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """One more committed token; `now` is time.monotonic()."""
+        ...
+
+    def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None: ...
+
+    def finish(self, reason: str) -> None:
+        """reason: "stop" or "length"."""
+        ...
+
+    def fail(self, failure: Failure) -> None: ...
+
+    def flush(self) -> None:
+        """Called once after all that one turn of the loop brought has been told."""
+        ...
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request can have at most."""
+
+    max_len: int  # prompt and answer together, in tokens
+    pages: int = 0
+    slots: int = 0
+
+
+class Engine:
+    """Sends requests to the group's leader and its answers to sinks.
+
+    `state` is "starting", "ready", "draining" or "failed"; `reason` says why it is not ready.
+    """
+
+    def __init__(self, on_load=None):
+        self.limits: RequestLimits | None = None
+        self.load: Load | None = None
+        self.draining = False
+        self.reason = "the model is loading"
+        self.retry_after = 2.0
+        self.incarnation = -1
+        self._on_load = on_load  # called with (Load, whether it is the first of a new leader)
+        self._fresh = True
+        self._failed = False
+        self._link: Link | None = None
+        self._live: dict[int, Sink] = {}
+        base = secrets.randbits(30) << 32  # several front ends may serve one group
+        self._ids = itertools.count(base + 1)
+
+    @property
+    def state(self) -> str:
+        if self.draining:
+            return "draining"
+        if self._link is not None:
+            return "ready"
+        return "failed" if self._failed else "starting"
+
+    @property
+    def live(self) -> int:
+        """Requests that have had no end yet."""
+        return len(self._live)
+
+    async def attach(self, message: Attach, sock: socket.socket) -> None:
+        """A leader is ready; `sock` is the stream to it."""
+        if self._link is not None:
+            self._lose(self._link, "another process has taken the model over")
+        holder: list[Link] = []
+        link = await Link.open(sock, lambda ms: self._receive(ms, holder), lambda why: self._lose(holder[0], why))
+        holder.append(link)
+        self._link = link
+        self._failed, self._fresh = False, True
+        self.reason, self.incarnation = "", message.incarnation
+        self.limits = RequestLimits(message.max_len, message.pages, message.slots)
+
+    def down(self, message: Down) -> None:
+        if message.incarnation < self.incarnation:
+            return
+        self.retry_after = message.retry_after
+        if self._link is not None:
+            self._lose(self._link, message.reason)
+        self._failed, self.reason = True, message.reason
+
+    def drain(self) -> None:
+        """No new requests from now on; running ones go on."""
+        self.draining = True
+        self.reason = "the server is shutting down"
+
+    def fail_all(self, failure: Failure) -> None:
+        """Ends everything that is still running, here and at the leader."""
+        for id in list(self._live):
+            self._end(id, "fail", failure)
+            if self._link is not None:
+                self._link.send(Abort(id))
+
+    def check_ready(self) -> RequestLimits:
+        """Raises Failed (503) or Overloaded when a new request cannot be taken now."""
+        if self.draining or self._link is None or self.limits is None:
+            raise Failed(
+                Failure(503, self.reason or "the model is not ready", code="unavailable", retry_after=self.retry_after)
+            )
+        if self._link.full:
+            raise Overloaded("the engine is not taking requests fast enough; try again later")
+        return self.limits
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Hands a validated request over. Raises Failed or Overloaded, and then nothing was handed over."""
+        self.check_ready()
+        assert self._link is not None
+        self._live[request.id] = sink
+        self._link.send(Submit(request))
+
+    def abort(self, id: int, kept: int = -1) -> None:
+        """The sink has ended by itself, having kept so many generated tokens (-1: all). It hears nothing more."""
+        if self._live.pop(id, None) is not None and self._link is not None:
+            self._link.send(Abort(id, kept))
+
+    def _lose(self, link: Link, why: str) -> None:
+        """The leader is gone: everybody it served hears so, once."""
+        if link is not self._link:
+            return
+        self._link = None
+        self._failed = True
+        self.reason = self.reason if self.draining else why
+        link.close()
+        if self._on_load is not None:
+            self._on_load(None, False)
+        self.load = None
+        failure = Failure(500, f"the model's process was lost: {why}", code="engine_down")
+        for id in list(self._live):
+            self._end(id, "fail", failure)
+
+    def _receive(self, messages: list, holder: list[Link]) -> None:
+        if holder and holder[0] is not self._link:
+            return
+        now = time.monotonic()
+        told: dict[int, Sink] = {}
+        for m in messages:
+            kind = type(m)
+            if kind is Tokens:
+                self._tokens(m, now, told)
+            elif kind is Load:
+                self.load = m
+                if self._on_load is not None:
+                    self._on_load(m, self._fresh)
+                self._fresh = False
+            elif kind is Finished:
+                if m.reason in ("stop", "length"):
+                    self._end(m.id, "finish", m.reason)
+                elif m.reason == "abort":
+                    self._end(m.id, "fail", Failure(503, "the engine ended the request", code="aborted"))
+                else:
+                    self._end(m.id, "fail", Failure(500, m.error or "the engine ended the request", code="engine_error"))
+                told.pop(m.id, None)
+            elif kind is Refused:
+                retry = 1.0 if m.status in (429, 503) else None
+                self._end(m.id, "fail", Failure(m.status, m.message, m.param, retry_after=retry))
+            elif kind is Started:
+                self._tell(m.id, told, "started", m.cached_tokens)
+            elif kind is PromptLogprobs:
+                self._tell(m.id, told, "prompt_logprobs", m.start, m.rows)
+        for id, sink in told.items():
+            if id in self._live:
+                self._guard(id, sink.flush)
+
+    def _tokens(self, m: Tokens, now: float, told: dict[int, Sink]) -> None:
+        ids, tokens = array("q", m.ids), array("i", m.tokens)
+        live, logprobs = self._live, m.logprobs
+        for i, id in enumerate(ids):
+            sink = live.get(id)
+            if sink is None:
+                continue
+            told[id] = sink
+            try:
+                sink.token(tokens[i], logprobs.get(i) if logprobs else None, now)
+            except Exception:
+                self._broken(id)
+
+    def _tell(self, id: int, told: dict[int, Sink], name: str, *args) -> None:
+        sink = self._live.get(id)
+        if sink is not None:
+            told[id] = sink
+            self._guard(id, getattr(sink, name), *args)
+
+    def _guard(self, id: int, call, *args) -> None:
+        try:
+            call(*args)
+        except Exception:
+            self._broken(id)
+
+    def _broken(self, id: int) -> None:
+        """A fault of our own in a sink: that request ends, the others go on."""
+        log.exception("request %d: fault while handling its tokens", id)
+        sink = self._live.get(id)
+        self.abort(id)
+        if sink is not None:
+            self._call_end(id, sink, "fail", Failure(500, "internal error", code="internal_error"))
+
+    def _end(self, id: int, how: str, value) -> None:
+        sink = self._live.pop(id, None)
+        if sink is not None:
+            self._call_end(id, sink, how, value)
+
+    def _call_end(self, id: int, sink: Sink, how: str, value) -> None:
+        try:
+            getattr(sink, how)(value)
+        except Exception:
+            log.exception("request %d: fault while ending it", id)

@@ -1,0 +1,83 @@
+"""Chat completions whose answers hold reasoning or tool calls, whole and as server-sent events. Pure."""
+
+import json
+from typing import Any, NamedTuple
+
+from slipstream.serve.openai.writers import ChatWriter
+from slipstream.serve.text.calls import Part
+from slipstream.serve.text.choice import Choice, Piece
+
+
+class Said(NamedTuple):
+    """A whole answer."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str, str]]  # (id, function, arguments); one that was cut off is left out
+
+
+def gather(parts: list[Part]) -> Said:
+    """Puts an answer's parts together."""
+    content, reasoning = [], []
+    calls: dict[int, list[str]] = {}
+    for part in parts:
+        if part.kind == "content":
+            content.append(part.text)
+        elif part.kind == "reasoning":
+            reasoning.append(part.text)
+        elif part.kind == "call":
+            calls[part.call] = [part.id, part.text, ""]
+        else:
+            calls[part.call][2] += part.text
+    whole = [(id, name, arguments) for id, name, arguments in calls.values() if parses(arguments)]
+    return Said("".join(content), "".join(reasoning), whole)
+
+
+def parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def delta(part: Part) -> dict[str, Any]:
+    if part.kind == "content":
+        return {"content": part.text}
+    if part.kind == "reasoning":
+        return {"reasoning_content": part.text, "reasoning": part.text}
+    if part.kind == "call":
+        function = {"name": part.text, "arguments": ""}
+        return {"tool_calls": [{"index": part.call, "id": part.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+
+class ReadWriter(ChatWriter):
+    """POST /v1/chat/completions, for a plan with a reading."""
+
+    def events(self, answer: Choice) -> bytes:
+        out = self._opened(answer)
+        piece = answer.take()
+        for i, part in enumerate(piece.parts):
+            out += self._event(answer, {"delta": delta(part)}, piece if i == 0 else None, False)  # its tokens go with the first
+        left = piece if not piece.parts else None
+        if answer.finish_reason is not None:
+            return out + self._event(answer, {"delta": {}}, left, True)
+        if left is not None and left.ids:
+            out += self._event(answer, {"delta": {}}, left, False)
+        return out
+
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        return message(gather(piece.parts))
+
+
+def message(said: Said) -> dict[str, Any]:
+    out: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls or said.reasoning else "")}
+    if said.reasoning:
+        out["reasoning_content"] = out["reasoning"] = said.reasoning
+    if said.calls:
+        out["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, name, arguments in said.calls
+        ]
+    return out

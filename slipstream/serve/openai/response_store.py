@@ -1,0 +1,106 @@
+"""Records that are kept for a while, in shared memory that every front end of a server maps.
+
+A ring of bytes and a ring of index entries: what is new overwrites what is oldest, so both are bounded, and a record also ends
+by age. Anonymous memory: nothing is left behind, however the server ends.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+DATA_BYTES = 64 << 20
+ENTRIES = 4096
+SECONDS = 3600.0
+KEY_BYTES = 24
+
+_ENTRY = np.dtype([("key", "S24"), ("begin", "<i8"), ("size", "<i8"), ("time", "<f8"), ("gone", "<i4"), ("flag", "<i4")])
+_HEAD = np.dtype([("written", "<i8"), ("records", "<i8")])
+_BYTES = _HEAD.itemsize + ENTRIES * _ENTRY.itemsize + DATA_BYTES
+
+
+class ResponseStore:
+    """Keys are 24 ASCII characters. The newest record of a key counts. Times are of the clock that all processes share."""
+
+    def __init__(self, fd: int | None = None, seconds: float = SECONDS):
+        """fd: a memfd that the processes share; None makes one of this process's own."""
+        self._fd = os.memfd_create("slipstream-shelf", os.MFD_CLOEXEC) if fd is None else fd
+        os.ftruncate(self._fd, _BYTES)  # the same in every process; pages come when they are written
+        self._map = mmap.mmap(self._fd, _BYTES)
+        self._head = np.frombuffer(self._map, _HEAD, 1)
+        self._entries = np.frombuffer(self._map, _ENTRY, ENTRIES, _HEAD.itemsize)
+        self._data = memoryview(self._map)[_BYTES - DATA_BYTES :]
+        self._seconds = seconds
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Against other processes; within one, everything runs on the event loop's thread. Held for a copy's time."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def put(self, key: str, data: bytes) -> bool:
+        """Keeps a record; False where it is too large to be kept."""
+        if len(data) > DATA_BYTES // 4:
+            return False
+        with self._locked():
+            begin, at = int(self._head["written"][0]), int(self._head["records"][0]) % ENTRIES
+            place = begin % DATA_BYTES
+            first = min(len(data), DATA_BYTES - place)
+            self._data[place : place + first] = data[:first]
+            self._data[: len(data) - first] = data[first:]
+            old = self._find(key)
+            self._entries[at] = (key.encode(), begin, len(data), time.monotonic(), 0, 0)
+            if old is not None and old != at:
+                self._entries["gone"][old] = 1
+                self._entries["flag"][at] = self._entries["flag"][old]
+            self._head["written"][0] = begin + len(data)
+            self._head["records"][0] += 1
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        with self._locked():
+            at = self._find(key)
+            if at is None:
+                return None
+            entry = self._entries[at]
+            place, size = int(entry["begin"]) % DATA_BYTES, int(entry["size"])
+            first = min(size, DATA_BYTES - place)
+            return bytes(self._data[place : place + first]) + bytes(self._data[: size - first])
+
+    def remove(self, key: str) -> bool:
+        with self._locked():
+            at = self._find(key)
+            if at is not None:
+                self._entries["gone"][at] = 1
+            return at is not None
+
+    def mark(self, key: str) -> None:
+        """Sets the record's flag, which whoever works on it looks at."""
+        with self._locked():
+            at = self._find(key)
+            if at is not None:
+                self._entries["flag"][at] = 1
+
+    def marked(self, key: str) -> bool:
+        """Whether the record was marked or is no longer there."""
+        with self._locked():
+            at = self._find(key)
+            return at is None or bool(self._entries["flag"][at])
+
+    def _find(self, key: str) -> int | None:
+        """The place of the key's record, None where it has none, or it is too old or overwritten."""
+        entries = self._entries
+        hits = np.flatnonzero((entries["key"] == key.encode()) & (entries["gone"] == 0))
+        if not len(hits):
+            return None
+        at = int(hits[np.argmax(entries["begin"][hits])])
+        kept = int(self._head["written"][0]) - DATA_BYTES <= int(entries["begin"][at])
+        fresh = time.monotonic() - float(entries["time"][at]) <= self._seconds
+        return at if kept and fresh else None

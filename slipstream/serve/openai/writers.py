@@ -1,0 +1,253 @@
+"""The shapes of answers: chat and text completions, whole and as server-sent events. Pure; bytes come from msgspec.
+
+An event that carries nothing but text, which is nearly every one, is three byte strings joined.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from slipstream.serve.errors import Failure
+from slipstream.serve.text.choice import Choice, Piece
+from slipstream.serve.text.logprobs import TokenNames, for_chat, for_completion, for_prompt
+from slipstream.serve.text.params import GenerationParams
+
+encode = msgspec.json.encode
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(value: dict) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def usage(answers: Sequence[Choice], n: int) -> dict:
+    """Prompts are counted once, however many choices they have."""
+    firsts = answers[::n]
+    prompt = sum(len(a.prompt.ids) for a in firsts)
+    completion = sum(len(a.ids) for a in answers)
+    out = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in firsts)},
+    }
+    reading = answers[0].plan.reading if answers else None
+    if reading is not None and reading.thinking != "none":
+        out["completion_tokens_details"] = {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)}
+    return out
+
+
+class Shape(Protocol):
+    """What a route makes of the answers to one HTTP request; `ResponseWriter` says what each part is."""
+
+    def beginning(self) -> bytes: ...
+
+    def events(self, answer: Choice) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def failed(self, failure: Failure) -> bytes: ...
+
+    def whole(self) -> bytes: ...
+
+
+class ResponseWriter:
+    """One response's shape. `answers` are ordered by index."""
+
+    object = ""
+    chunk_object = ""
+
+    def __init__(self, id: str, created: int, model: str, plan: GenerationParams, names: TokenNames, answers: Sequence[Choice]):
+        self._head = {"id": id, "object": self.object, "created": created, "model": model}
+        self._chunk = {**self._head, "object": self.chunk_object}
+        self._plan = plan
+        self._names = names
+        self._answers = answers
+        self._fast = [self._halves(a.index) for a in answers] if plan.plain_text else []
+
+    def _halves(self, index: int) -> tuple[bytes, bytes]:
+        """An event of text alone, split where the text's JSON goes."""
+        mark = "\x00"
+        choice = {"index": index, **self._payload(mark), "logprobs": None, "finish_reason": None}
+        head, _, tail = sse({**self._chunk, "choices": [choice]}).partition(encode(mark))
+        return head, tail
+
+    def _payload(self, text: str) -> dict:
+        raise NotImplementedError
+
+    def _logprobs(self, piece: Piece) -> dict | None:
+        raise NotImplementedError
+
+    def opening(self, answer: Choice) -> bytes:
+        """The event before an answer's first text."""
+        raise NotImplementedError
+
+    def _opened(self, answer: Choice) -> bytes:
+        """The opening, when it is due and has not been sent; else b""."""
+        if answer.opened or not (answer.ids or answer.ended):
+            return b""
+        answer.opened = True
+        return self.opening(answer)
+
+    def events(self, answer: Choice) -> bytes:
+        """What is new of one answer, as events; b"" when nothing would be said."""
+        out = self._opened(answer)
+        piece = answer.take()
+        if answer.finish_reason is not None:
+            return out + self._event(answer, self._payload(piece.text), piece, True)
+        if self._fast:
+            if not piece.text:
+                return out
+            head, tail = self._fast[answer.index]
+            return out + head + encode(piece.text) + tail
+        if piece.text or piece.ids:
+            return out + self._event(answer, self._payload(piece.text), piece, False)
+        return out
+
+    def _event(self, answer: Choice, payload: dict[str, Any], piece: Piece | None, last: bool) -> bytes:
+        """One event that says `payload`; `piece` is whose tokens it carries, if any's."""
+        choice = {"index": answer.index, **payload, "logprobs": None, "finish_reason": None}
+        if piece is not None and piece.ids and self._plan.logprobs >= 0:
+            choice["logprobs"] = self._logprobs(piece)
+        if last:
+            choice["finish_reason"], choice["stop_reason"] = answer.finish_reason, answer.stop_reason
+        if self._plan.return_token_ids:
+            choice["token_ids"] = piece.ids if piece is not None else []
+        return self._with_usage({**self._chunk, "choices": [choice]})
+
+    def _with_usage(self, event: dict) -> bytes:
+        if self._plan.continuous_usage:
+            event["usage"] = usage(self._answers, self._plan.n)
+        return sse(event)
+
+    def beginning(self) -> bytes:
+        """The events of a stream before anything is generated."""
+        return b""
+
+    def failed(self, failure: Failure) -> bytes:
+        """The last event of a stream that failed."""
+        return b"data: " + failure.body() + b"\n\n"
+
+    def whole(self) -> bytes:
+        """The answer that is not streamed, once every choice has ended."""
+        raise NotImplementedError
+
+    def closing(self) -> bytes:
+        """The events after the last answer's end."""
+        if self._plan.include_usage:
+            return sse({**self._chunk, "choices": [], "usage": usage(self._answers, self._plan.n)}) + DONE
+        return DONE
+
+    def _prompt_logprobs(self, answer: Choice) -> list | None:
+        if self._plan.prompt_logprobs < 0:
+            return None
+        return for_prompt(self._names, answer.prompt.ids, prompt_rows(answer), self._plan.prompt_logprobs)
+
+
+def prompt_rows(answer: Choice) -> list:
+    return answer.prompt_rows or [None] * len(answer.prompt.ids)
+
+
+class ChatWriter(ResponseWriter):
+    """POST /v1/chat/completions. One prompt, so prompt fields stand beside the choices, as vLLM has it."""
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _payload(self, text: str) -> dict:
+        return {"delta": {"content": text} if text else {}}
+
+    def _logprobs(self, piece: Piece) -> dict | None:
+        return for_chat(self._names, piece.ids, piece.logprobs, self._plan.logprobs)
+
+    def opening(self, answer: Choice) -> bytes:
+        choice = {"index": answer.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        event = {**self._chunk, "choices": [choice]}
+        if self._plan.return_token_ids:
+            event["prompt_token_ids"] = answer.prompt.ids.tolist()
+        return self._with_usage(event)
+
+    def _message(self, piece: Piece) -> dict[str, Any]:
+        """What a whole answer said."""
+        return {"role": "assistant", "content": piece.text}
+
+    def whole(self) -> bytes:
+        choices = []
+        for a in self._answers:
+            piece = a.take()
+            choice = {
+                "index": a.index,
+                "message": self._message(piece),
+                "logprobs": self._logprobs(piece) if self._plan.logprobs >= 0 else None,
+                "finish_reason": a.finish_reason,
+                "stop_reason": a.stop_reason,
+            }
+            if self._plan.return_token_ids:
+                choice["token_ids"] = piece.ids
+            choices.append(choice)
+        body = {**self._head, "choices": choices, "usage": usage(self._answers, self._plan.n)}
+        return encode({**body, **self._prompt_fields()})
+
+    def _prompt_fields(self) -> dict:
+        out = {}
+        if self._plan.return_token_ids:
+            out["prompt_token_ids"] = self._answers[0].prompt.ids.tolist()
+        if self._plan.prompt_logprobs >= 0:
+            out["prompt_logprobs"] = self._prompt_logprobs(self._answers[0])
+        return out
+
+
+class CompletionWriter(ResponseWriter):
+    """POST /v1/completions. Prompt fields stand in each choice; with `echo` the prompt precedes the answer in every part."""
+
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def _payload(self, text: str) -> dict:
+        return {"text": text}
+
+    def _logprobs(self, piece: Piece) -> dict | None:
+        return for_completion(self._names, piece.ids, piece.logprobs, piece.offsets, self._plan.logprobs)
+
+    def _echoed(self, answer: Choice, piece: Piece) -> Piece:
+        """The piece with the prompt before it."""
+        if not self._plan.echo:
+            return piece
+        prompt = answer.prompt
+        if self._plan.logprobs < 0:
+            return piece._replace(text=prompt.text + piece.text)
+        ids, rows = prompt.ids.tolist() + piece.ids, prompt_rows(answer) + piece.logprobs
+        return Piece(prompt.text + piece.text, ids, rows, prompt.offsets + piece.offsets)
+
+    def opening(self, answer: Choice) -> bytes:
+        plan = self._plan
+        if not plan.echo and not plan.return_token_ids:
+            return b""
+        piece = self._echoed(answer, Piece("", [], [], []))
+        choice = {"index": answer.index, "text": piece.text, "logprobs": None, "finish_reason": None}
+        if plan.echo and plan.logprobs >= 0:
+            choice["logprobs"] = self._logprobs(piece)
+        if plan.return_token_ids:
+            choice["token_ids"] = []
+            choice["prompt_token_ids"] = answer.prompt.ids.tolist()
+        return self._with_usage({**self._chunk, "choices": [choice]})
+
+    def whole(self) -> bytes:
+        choices = []
+        for a in self._answers:
+            own = a.take()
+            piece = self._echoed(a, own)
+            choice = {
+                "index": a.index,
+                "text": piece.text,
+                "logprobs": self._logprobs(piece) if self._plan.logprobs >= 0 else None,
+                "finish_reason": a.finish_reason,
+                "stop_reason": a.stop_reason,
+            }
+            if self._plan.return_token_ids:
+                choice["token_ids"], choice["prompt_token_ids"] = own.ids, a.prompt.ids.tolist()
+            if self._plan.prompt_logprobs >= 0:
+                choice["prompt_logprobs"] = self._prompt_logprobs(a)
+            choices.append(choice)
+        return encode({**self._head, "choices": choices, "usage": usage(self._answers, self._plan.n)})

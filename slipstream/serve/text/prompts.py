@@ -1,0 +1,217 @@
+"""From a body's text, ids or conversation to token ids. Blocking: large ones run on a worker thread (see `prepare`)."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from slipstream.errors import BadRequest
+from slipstream.serve.engine.engine import RequestLimits
+from slipstream.serve.engine.exclusive import run_exclusive
+from slipstream.serve.openai.bodies import MAX_CHOICES, MAX_PROMPTS, ChatBody, CompletionBody, Message, TokenizeBody
+from slipstream.serve.text.dialect import PLAIN, Dialect, left_by_prompt
+from slipstream.serve.text.params import GenerationParams
+from slipstream.serve.text.tool_prompt import call_for_template, in_plain_text
+from slipstream.tokenize.tokenizer import Tokenizer
+
+INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
+TURN_IDS = 1 << 16  # token ids of one prompt that are looked through in a turn of the loop
+LONGEST_TOKEN = 256  # characters; a text of more than this times the model's length cannot fit
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
+
+_threads = ThreadPoolExecutor(2, "prompts")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request."""
+
+    ids: array  # of int32
+    max_tokens: int  # generated at most
+    text: str = ""  # for `echo` only
+    offsets: list[int] = field(default_factory=list)  # where each token begins in `text`; for `echo` with log probabilities
+    thinking: str = ""  # "open" or "closed": how its end leaves the model's reasoning
+
+
+async def prepare(size: int | None, work: Callable[[], T], only_ids: bool = False) -> T:
+    """Runs `work` here when it is small (`size` in characters or tokens), else, or with None, on a worker thread.
+
+    What only looks through token ids stays here up to TURN_IDS: it lets nobody else have the interpreter (see `turn`), while a
+    tokenizer does.
+    """
+    if size is not None and size <= INLINE_CHARS:
+        return work()
+    if size is not None and only_ids and size <= TURN_IDS:
+        return await run_exclusive(work)
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
+    """Characters or tokens to work through, roughly."""
+    size = sum(map(len, getattr(body, "bad_words", None) or ()))
+    for m in getattr(body, "messages", None) or ():
+        size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
+        size += sum(len(call.function.arguments) for call in m.tool_calls or ())
+    prompt = getattr(body, "prompt", None) or ""
+    if len(prompt) > INLINE_CHARS:  # a text, or very many ids: not to be counted one by one here
+        return size + len(prompt)
+    return size + (len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(p, int) else len(p) for p in prompt))
+
+
+def completion_prompts(
+    body: CompletionBody, plan: GenerationParams, tokenizer: Tokenizer, limits: RequestLimits
+) -> list[Prompt]:
+    """The prompts of one HTTP request. Raises BadRequest (prompt, n) for too many, and as `all_prompts` does."""
+    count = len(_items(body.prompt))
+    if count > MAX_PROMPTS:
+        raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")
+    if count * plan.n > MAX_PROMPTS + MAX_CHOICES:
+        raise BadRequest(f"n: at most {MAX_PROMPTS + MAX_CHOICES} choices in one request", "n")
+    return all_prompts(body, plan, tokenizer, limits)
+
+
+def all_prompts(body: CompletionBody, plan: GenerationParams, tokenizer: Tokenizer, limits: RequestLimits) -> list[Prompt]:
+    """Raises BadRequest (prompt, max_tokens, min_tokens) unless every prompt fits."""
+    items = _items(body.prompt)
+    out = []
+    for i, item in enumerate(items):
+        name = "prompt" if isinstance(body.prompt, str) or len(items) == 1 else f"prompt[{i}]"
+        if isinstance(item, str):
+            ids = encode(item, tokenizer, limits, body.add_special_tokens is not False, name)
+        else:
+            ids = item
+            if ids and max(ids) >= tokenizer.vocab_size:
+                raise BadRequest(f"{name}: token ids must be below {tokenizer.vocab_size}, the vocabulary's size", "prompt")
+        out.append(_fit(ids, plan, limits, name, item if isinstance(item, str) else None, tokenizer))
+    return out
+
+
+def _items(prompt: str | list) -> list[str] | list[list[int]]:
+    """The four forms of `prompt` as a list of texts or of id lists."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(p) for p in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds in ({str}, {list}):
+        return prompt
+    raise BadRequest("prompt: expected a text, a list of texts, a list of token ids, or a list of lists of token ids", "prompt")
+
+
+def encode(text: str, tokenizer: Tokenizer, limits: RequestLimits | None, special: bool, name: str) -> list[int]:
+    """Raises BadRequest for an empty text and, before working on it, for one that cannot fit."""
+    if not text:
+        raise BadRequest(f"{name}: must not be empty", name.partition("[")[0])
+    if limits is not None and len(text) > limits.max_len * LONGEST_TOKEN:
+        raise BadRequest(f"{name}: longer than the model's {limits.max_len} tokens", name.partition("[")[0])
+    return tokenizer.encode(text, add_special_tokens=special)
+
+
+def _fit(
+    ids: list[int], plan: GenerationParams, limits: RequestLimits, name: str, text: str | None, tokenizer: Tokenizer
+) -> Prompt:
+    param, room = name.partition("[")[0], limits.max_len - len(ids)
+    if not ids:
+        raise BadRequest(f"{name}: must hold at least one token", param)
+    if room < 1:
+        raise BadRequest(f"{name}: {len(ids)} tokens; the model takes {limits.max_len} with the answer's", param)
+    if plan.max_tokens is not None:
+        max_tokens = max(1, plan.max_tokens)
+        if max_tokens > room:
+            what = (
+                f"{plan.max_tokens_param}: {max_tokens} and the prompt's {len(ids)} tokens exceed the model's {limits.max_len}"
+            )
+            raise BadRequest(what, plan.max_tokens_param)
+    else:
+        max_tokens = room if plan.default_max_tokens is None else min(room, plan.default_max_tokens)
+    if plan.min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens: only {max_tokens} tokens can be generated", "min_tokens")
+    offsets: list[int] = []
+    if plan.echo:
+        whole, offsets = _walk(ids, tokenizer, plan.skip_special)
+        text = whole if text is None else text
+        offsets = [min(o, len(text)) for o in offsets] if plan.logprobs >= 0 else []
+    return Prompt(array("i", ids), max_tokens, text or "", offsets)
+
+
+def _walk(ids: list[int], tokenizer: Tokenizer, skip_special: bool) -> tuple[str, list[int]]:
+    """The prompt's text, and where each of its tokens begins in it."""
+    stream, parts, offsets, at = tokenizer.stream(skip_special_tokens=skip_special), [], [], 0
+    for id in ids:
+        offsets.append(at)
+        parts.append(stream.push(id))
+        at += len(parts[-1])
+    parts.append(stream.flush())
+    return "".join(parts), offsets
+
+
+def chat_prompt(
+    body: ChatBody,
+    plan: GenerationParams,
+    tokenizer: Tokenizer,
+    limits: RequestLimits,
+    tools: list[dict] | None = None,
+    dialect: Dialect = PLAIN,
+) -> Prompt:
+    """Raises BadRequest for a conversation that the template refuses or that does not fit."""
+    ids = templated(body, tokenizer, limits, tools, dialect)
+    thinking = left_by_prompt(ids, tokenizer) if dialect.thinking != "none" else ""
+    if body.continue_final_message:
+        thinking = thinking or "closed"
+    return replace(_fit(ids, plan, limits, "messages", None, tokenizer), thinking=thinking)
+
+
+def templated(
+    body: ChatBody | TokenizeBody,
+    tokenizer: Tokenizer,
+    limits: RequestLimits | None,
+    tools: list[dict] | None = None,
+    dialect: Dialect = PLAIN,
+) -> list[int]:
+    """The conversation's token ids."""
+    messages = body.messages or []
+    going_on = bool(body.continue_final_message)
+    if going_on and body.add_generation_prompt:
+        raise BadRequest("continue_final_message: not together with add_generation_prompt", "continue_final_message")
+    if going_on and messages[-1].role != "assistant":
+        raise BadRequest("continue_final_message: the last message must be the assistant's", "continue_final_message")
+    if limits is not None and size_of(body) > limits.max_len * LONGEST_TOKEN:
+        raise BadRequest(f"messages: longer than the model's {limits.max_len} tokens", "messages")
+    extra = body.chat_template_kwargs or {}
+    for key in extra:
+        if key in RESERVED or not key.isidentifier():
+            raise BadRequest(f"chat_template_kwargs: {key[:100]!r} cannot be set this way", "chat_template_kwargs")
+    generation = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
+    if isinstance(body, ChatBody):
+        extra = {**dialect.effort(body.reasoning_effort, "reasoning_effort"), **extra}
+    plain = [_plain(i, m) for i, m in enumerate(messages)]
+    if not dialect.template_tools:
+        plain, tools = in_plain_text(plain, tools), None
+    return tokenizer.apply_chat(plain, add_generation_prompt=generation, continue_final_message=going_on, tools=tools, **extra)
+
+
+def _plain(index: int, message: Message) -> dict:
+    """A message as templates expect it: text parts joined by line ends, `developer` as `system`."""
+    content = message.content
+    if content is None:
+        if message.role != "assistant":
+            raise BadRequest("content: must be a text or a list of text parts", f"messages[{index}].content")
+        content = ""
+    elif not isinstance(content, str):
+        content = "\n".join(part.text for part in content)
+    out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    if message.name is not None:
+        out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise BadRequest("tool_calls: only in the assistant's messages", f"messages[{index}].tool_calls")
+        where = f"messages[{index}].tool_calls"
+        out["tool_calls"] = [call_for_template(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]
+    if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
+        out["reasoning_content"] = reasoning
+    return out

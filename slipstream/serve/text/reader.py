@@ -1,0 +1,73 @@
+"""Reads an answer's text as what it says: reasoning, content and tool calls. Pure; a Reader is of one answer."""
+
+from dataclasses import dataclass
+
+from slipstream.serve.text.calls import FORMS, BoundCalls, Calls, Part
+from slipstream.serve.text.thinking import Thinking
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is looked for in the answers of one HTTP request."""
+
+    thinking: str = "none"  # "none", "qwen3" (where the model opens it), "deepseek_r1" (from the beginning)
+    calls: str = "none"  # "none", a form of `calls.FORMS`, or "bound": a grammar lets nothing but calls be written
+    functions: frozenset[str] = frozenset()
+    parallel: bool = True  # whether more than one call may be made
+    keep: frozenset[int] = frozenset()  # special tokens that are markers, so their text is needed
+
+
+class Reader:
+    """`push` pieces of text, then `finish`; the parts come in order. `prompt` says how the prompt left the reasoning."""
+
+    def __init__(self, reading: Reading, prompt: str = ""):
+        """prompt: "open" or "closed" where the prompt's end has opened or ended the reasoning, else ""."""
+        state = {"open": "inside", "closed": "after"}.get(prompt) or (
+            "inside" if reading.thinking == "deepseek_r1" else "before"
+        )
+        self._thinking = Thinking(state) if reading.thinking != "none" else None
+        self._parallel = reading.parallel
+        self._calls: Calls | BoundCalls | None = None
+        if reading.calls == "bound":
+            self._calls = BoundCalls(reading.functions)
+        elif reading.calls != "none":
+            self._calls = Calls(FORMS[reading.calls], reading.functions)
+        self.called = 0  # calls told
+        self.done = False  # the only call that may be made is whole
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._thinking is not None and self._thinking.inside
+
+    def push(self, text: str) -> list[Part]:
+        return self._read(text, False)
+
+    def finish(self) -> list[Part]:
+        return self._read("", True)
+
+    def _read(self, text: str, last: bool) -> list[Part]:
+        pieces = self._thinking.push(text, last) if self._thinking else [(False, text)]
+        out: list[Part] = []
+        for reasoning, piece in pieces:
+            out += [Part("reasoning", piece)] if reasoning else self._content(piece, False)
+        if last:
+            out += self._content("", True)
+        return [part for part in out if self._allowed(part)]
+
+    def _content(self, text: str, last: bool) -> list[Part]:
+        if self._calls is None:
+            return [Part("content", text)] if text else []
+        return self._calls.push(text, last)
+
+    def _allowed(self, part: Part) -> bool:
+        """Counts calls; without parallel calls, nothing follows the first."""
+        if part.kind == "call" and (self._parallel or not self.called):
+            self.called += 1
+            return True
+        if self._parallel or not self.called:
+            return True
+        if part.kind == "arguments" and part.call == 0:
+            self.done = self.done or isinstance(self._calls, Calls)
+            return True
+        return False

@@ -1,0 +1,157 @@
+"""Structured output: from a body's fields to the grammar that its answer must follow.
+
+`response_format` as OpenAI has it, `structured_outputs` as vLLM has it. The grammar's text is llguidance's; its makers here
+(`of_schema` and those after it) are for every feature that binds an answer. Nothing is compiled here (see `grammar_check`).
+
+A schema is followed exactly, and what the library cannot enforce is refused by its keyword's name. Only with `strict: false` is
+such a keyword left to the model's good will, and `oneOf` taken as `anyOf`.
+"""
+
+import json
+import re
+from typing import Annotated, Any, Literal, NamedTuple
+
+import llguidance
+import msgspec
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from msgspec import Meta
+
+from slipstream.errors import BadRequest
+from slipstream.serve.errors import to_bad_request
+from slipstream.serve.openai.bodies import Generate, StructuredOutputs
+
+MAX_TEXT = 1 << 17  # characters; a grammar travels to every rank in one message
+SPACES = r" |\n {0,64}"  # between JSON's tokens; without a bound a model may write spaces until its tokens are used up
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class Structure(NamedTuple):
+    """What an answer is bound by, and the body's field that asked for it."""
+
+    text: str
+    param: str
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class Format(msgspec.Struct, forbid_unknown_fields=True):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+def structure_of(body: Generate) -> Structure | None:
+    """What binds the answer, None where nothing does. Raises BadRequest naming the field."""
+    by_format = None if body.response_format is None else _of_format(body.response_format)
+    by_outputs = None if body.structured_outputs is None else _of_outputs(body.structured_outputs)
+    if by_format and by_outputs:
+        raise BadRequest("structured_outputs: not together with response_format", "structured_outputs")
+    return by_format or by_outputs
+
+
+def _of_format(given: dict[str, Any]) -> Structure | None:
+    try:
+        format = msgspec.convert(given, Format)
+    except msgspec.ValidationError as e:
+        error = to_bad_request(e)
+        param = f"response_format.{error.param}" if error.param else "response_format"
+        raise BadRequest(str(error).replace(error.param or "body", param, 1), param) from None
+    if (format.json_schema is None) == (format.type == "json_schema"):
+        what = "is missing" if format.json_schema is None else f"not with type {format.type}"
+        raise BadRequest(f"response_format.json_schema: {what}", "response_format.json_schema")
+    if format.json_schema is not None:
+        param = "response_format.json_schema.schema"
+        return Structure(of_schema(format.json_schema.schema, param, lenient=format.json_schema.strict is False), param)
+    return Structure(of_schema({"type": "object"}, "response_format"), "response_format") if format.type != "text" else None
+
+
+def _of_outputs(given: StructuredOutputs) -> Structure:
+    kinds = [k for k in KINDS if getattr(given, k) not in (None, False)]
+    if len(kinds) != 1:
+        raise BadRequest(f"structured_outputs: give exactly one of {', '.join(KINDS)}", "structured_outputs")
+    param = f"structured_outputs.{kinds[0]}"
+    if given.regex is not None:
+        return Structure(of_regex(given.regex, param), param)
+    if given.choice is not None:
+        return Structure(of_choice(given.choice, param), param)
+    if given.grammar is not None:
+        return Structure(of_grammar(given.grammar, param), param)
+    spaces = "" if given.disable_any_whitespace else given.whitespace_pattern
+    schema = {"type": "object"} if given.json is None else _loaded(given.json, param)
+    return Structure(of_schema(schema, param, spaces=spaces), param)
+
+
+def _loaded(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    if isinstance(schema, dict):
+        return schema
+    try:
+        found = json.loads(schema)
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"{param}: is not JSON: {str(e)[:200]}", param) from None
+    if not isinstance(found, dict):
+        raise BadRequest(f"{param}: expected a JSON schema, which is an object", param)
+    return found
+
+
+# --- the makers of grammars
+
+
+def of_schema(schema: dict[str, Any], param: str, *, lenient: bool = False, spaces: str | None = None) -> str:
+    """JSON that fits the schema. spaces: a pattern for what may stand between its tokens, "" for nothing; None: SPACES."""
+    options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
+    if spaces == "":
+        options["whitespace_flexible"] = False
+    else:
+        options["whitespace_pattern"] = f"({spaces or SPACES})"
+    try:
+        text = json.dumps(schema)
+        _check_size(text, param)
+        return _check_size(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options), param)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"{param}: {'nested too deeply' if isinstance(e, RecursionError) else e}", param) from None
+
+
+def of_regex(pattern: str, param: str) -> str:
+    """The whole answer matches the pattern (Rust's dialect: no look-around, no back references)."""
+    return llguidance.LLMatcher.grammar_from_regex(_check_size(pattern, param))
+
+
+def of_choice(choices: list[str], param: str) -> str:
+    """One of the texts."""
+    return of_regex("|".join(map(_escaped, choices)), param)
+
+
+def of_grammar(text: str, param: str) -> str:
+    """A grammar in Lark's notation (llguidance's dialect: `start` is the whole, <|name|> a special token, %json a schema in
+    braces), or in GBNF, whose whole is `root`."""
+    _check_size(text, param)
+    try:
+        lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
+    except RecursionError:
+        raise BadRequest(f"{param}: nested too deeply", param) from None
+    except Exception as e:  # the library raises nothing narrower
+        raise BadRequest(f"{param}: {str(e)[:300]}", param) from None
+    return _check_size(json.dumps({"grammars": [{"lark_grammar": lark}]}), param)
+
+
+def of_parts(lark: str, param: str, **parts: str) -> str:
+    """A grammar in Lark's notation in which @name stands for the grammar (of one part, as the makers above give it) `name`."""
+    named = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
+    return _check_size(json.dumps({"grammars": [{"lark_grammar": lark}, *named]}), param)
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"[^\w ]|_", lambda m: f"\\x{{{ord(m[0]):x}}}", text)
+
+
+def _check_size(text: str, param: str) -> str:
+    if len(text) > MAX_TEXT:
+        raise BadRequest(f"{param}: longer than {MAX_TEXT} characters", param)
+    return text

@@ -1,0 +1,165 @@
+"""Vocabularies that the `tokenizers` library runs: a folder's tokenizer.json, or one built from a GGUF's metadata."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import tokenizers
+
+from slipstream.errors import ModelError
+from slipstream.tokenize.gguf import gguf_tokenizer
+from slipstream.tokenize.template import ChatTemplate
+from slipstream.tokenize.tokenizer import Tokenizer, read_json
+from slipstream.weights.gguf_config import eos_ids
+from slipstream.weights.gguf_file import GGUFFile
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SLOW_FILES = ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones as themselves, the others as characters from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in plain]
+    return {**{chr(b): b for b in plain}, **{chr(0x100 + i): b for i, b in enumerate(others)}}
+
+
+_BYTES = _byte_of_char()
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library.
+
+    Text is put together here from each token's bytes, so that a stream and the whole agree. It equals the library's decoding
+    except for bytes that are no UTF-8 in vocabularies with byte fallback, where the library writes U+FFFD for each byte.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, eos: tuple[int, ...], bos: int | None, template: ChatTemplate | None):
+        library.no_padding()
+        library.no_truncation()
+        self._library = library
+        self._spelling, self.strips_first_space = _decoder_kind(library)
+        added = library.get_added_tokens_decoder()
+        self._added = {id: token.content for id, token in added.items()}
+        self._cache: dict[int, bytes] = {}
+        self.vocab_size = max(library.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.eos_ids, self.bos_id, self.template = eos, bos, template
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def token_bytes(self, id: int) -> bytes:
+        data = self._cache.get(id)
+        if data is None:
+            data = self._cache[id] = self._spell(id)
+        return data
+
+    def _spell(self, id: int) -> bytes:
+        if id in self._added:
+            return self._added[id].encode()
+        token = self._library.id_to_token(id) if 0 <= id < self.vocab_size else None
+        if token is None:
+            return b""
+        if self._spelling == "bytes":
+            try:
+                return bytes([_BYTES[c] for c in token])
+            except KeyError:  # not spelled in bytes after all
+                return token.encode()
+        match = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(match[1], 16)]) if match else token.replace("\u2581", " ").encode()
+
+
+def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[str, bool]:
+    """How tokens spell text: ("bytes" or "pieces", whether a text's first space is not part of it). Raises ModelError."""
+    state: dict[str, Any] = json.loads(library.decoder.__getstate__()) if library.decoder is not None else {"type": "none"}
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return "bytes", False
+    if kinds & {"ByteFallback", "Metaspace"}:
+        strip = any(p["type"] == "Strip" and p.get("start") for p in parts)
+        meta = any(p["type"] == "Metaspace" and p.get("prepend_scheme", "always") != "never" for p in parts)
+        return "pieces", strip or meta
+    raise ModelError(f"the tokenizer's decoder ({', '.join(sorted(kinds))}) is of no kind that can be streamed")
+
+
+def load(path: pathlib.Path) -> LibraryTokenizer | None:
+    """The tokenizer of a GGUF file, a folder, or a file in one; None where there is none. Raises ModelError."""
+    if path.suffix == ".gguf":
+        return _from_gguf(GGUFFile(path).metadata)
+    folder = path if path.is_dir() else path.parent
+    library = _read_library(folder)
+    return None if library is None else _from_folder(folder, library)
+
+
+def _from_gguf(metadata: dict) -> LibraryTokenizer:
+    library = gguf_tokenizer(metadata)
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    variables = {name: metadata["tokenizer.ggml.tokens"][id] for name, id in ids.items() if id is not None}
+    source = metadata.get("tokenizer.chat_template")
+    template = ChatTemplate(source, variables) if source else None
+    return LibraryTokenizer(library, tuple(eos_ids(metadata)), ids["bos_token"], template)
+
+
+def _read_library(folder: pathlib.Path) -> tokenizers.Tokenizer | None:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises nothing narrower
+            raise ModelError(f"{file}: {e}") from None
+    if not any((folder / name).is_file() for name in _SLOW_FILES):
+        return None
+    from transformers import AutoTokenizer  # seconds to import; converts the older formats
+
+    try:
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as e:
+        raise ModelError(f"{folder}: transformers cannot read its tokenizer: {e}") from None
+    library = getattr(slow, "backend_tokenizer", None)
+    if library is None:
+        raise ModelError(f"{folder}: its tokenizer has no fast form; save one as tokenizer.json with transformers")
+    return library
+
+
+def _from_folder(folder: pathlib.Path, library: tokenizers.Tokenizer) -> LibraryTokenizer:
+    config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+    named = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
+    extra = {n: t for n in config if n.endswith("_token") and (t := _token_text(config[n])) is not None}
+    ids = {name: library.token_to_id(text) for name, text in named.items()}
+    eos = [*_configured_eos(folder), ids.get("eos_token")]
+    source = _chat_source(folder, config)
+    template = ChatTemplate(source, {**extra, **named}) if source else None
+    return LibraryTokenizer(library, tuple(dict.fromkeys(i for i in eos if i is not None)), ids.get("bos_token"), template)
+
+
+def _token_text(value: Any) -> str | None:
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _configured_eos(folder: pathlib.Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json: a number or a list of numbers."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(folder / name).get("eos_token_id")
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []
+
+
+def _chat_source(folder: pathlib.Path, config: dict) -> str | None:
+    """The template's text from the places where checkpoints keep it, the newest kind first."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    for value in (config.get("chat_template"), read_json(folder / "chat_template.json").get("chat_template")):
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+            return named.get("default")
+    return None

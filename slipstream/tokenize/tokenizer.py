@@ -1,0 +1,140 @@
+"""Text to token ids and back, and messages to a prompt, for one model. No torch; transformers only as the last resort.
+
+`load_tokenizer` finds a model's tokenizer; the classes behind `Tokenizer` differ in where the vocabulary comes from.
+"""
+
+import json
+import pathlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+from slipstream.errors import BadRequest, ModelError
+from slipstream.tokenize.template import ChatTemplate
+from slipstream.tokenize.text_stream import TextStream, decode
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class Tokenizer(ABC):
+    """What the front end knows of a model's vocabulary. Safe to use from several threads.
+
+    `vocab_size` counts the ids that have a text; a model may have more rows. `eos_ids` end an answer. `special_ids` are left
+    out of text by default.
+    """
+
+    vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    special_ids: frozenset[int] = _NOTHING
+    template: ChatTemplate | None = None
+    strips_first_space: bool = False
+
+    @abstractmethod
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    @abstractmethod
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that this token adds to a text; b"" for an id without one. A special token's are its name."""
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+        """Token ids, with the beginning and end tokens that the model wants. Raises BadRequest for text that is no Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise BadRequest(f"half a surrogate pair (character {e.start}) is not text", param=param) from None
+        return self._encode(text, add_special_tokens)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True, *, continues: bool = False) -> str:
+        """The text of ids. continues: they go on from other text, so a leading space belongs to it (see `stream`)."""
+        skipped = self.special_ids if skip_special_tokens else _NOTHING
+        return decode(ids, self.token_bytes, skipped, self.strips_first_space and not continues)
+
+    def stream(
+        self, skip_special_tokens: bool = True, *, continues: bool = False, keep: frozenset[int] = _NOTHING
+    ) -> TextStream:
+        """The text of ids as they come; equals `decode` with the same arguments.
+
+        An answer continues its prompt: `continues=True` keeps the space of a first token such as "▁Paris", which a text of
+        its own would not have. It matters for SentencePiece vocabularies only; no prompt ids are needed either way.
+        keep: special tokens whose names are wanted all the same.
+        """
+        skipped = self.special_ids - keep if skip_special_tokens else _NOTHING
+        return TextStream(self.token_bytes, skipped, self.strips_first_space and not continues)
+
+    def token_text(self, id: int) -> str:
+        """The token alone as text; what is no whole character shows as U+FFFD (its `token_bytes` are exact)."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    def render_chat(self, messages: list[dict], /, **options: Any) -> str:
+        """The prompt's text by the model's chat template; `options` are those of `ChatTemplate.render`.
+
+        Blocks while the template runs. Raises BadRequest.
+        """
+        if self.template is None:
+            raise BadRequest("this model has no chat template; start the server with --chat-template", param="messages")
+        return self.template.render(messages, **options)
+
+    def apply_chat(self, messages: list[dict], /, **options: Any) -> list[int]:
+        """The ids of `render_chat`'s text. The template writes the beginning token itself, so none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
+
+
+def load_tokenizer(
+    model_path: str | pathlib.Path,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
+    *,
+    placeholder: bool = False,
+) -> Tokenizer:
+    """The tokenizer of a model (a folder, config.json, or .gguf file as `resolve_model` returns it).
+
+    tokenizer: a folder, tokenizer.json, .gguf file, or Hugging Face id to take instead. chat_template: a file's path or the
+    text of a template to take instead. placeholder: a model without a tokenizer gets an invented one of its vocabulary's size
+    (random weights, `--device sim`); otherwise it is refused. Raises ModelError.
+    """
+    from slipstream.tokenize import library as library_tokenizer
+    from slipstream.tokenize.placeholder import PlaceholderTokenizer
+
+    path = _locate(tokenizer) if tokenizer else pathlib.Path(model_path)
+    found = library_tokenizer.load(path)
+    if found is None and placeholder and not tokenizer:
+        found = PlaceholderTokenizer.of_model(path)
+    if found is None:
+        raise ModelError(f"{path} holds no tokenizer; name one with --tokenizer")
+    if chat_template:
+        variables = found.template.variables if found.template else {}
+        found.template = ChatTemplate(_template_text(chat_template), variables)
+        found.template.start()
+    return found
+
+
+def _locate(name: str) -> pathlib.Path:
+    from slipstream.weights.fetch import HUB_ID, hub_snapshot
+
+    path = pathlib.Path(name).expanduser()
+    if path.exists():
+        return path
+    if HUB_ID.fullmatch(name):
+        return hub_snapshot(name, weights=False)
+    raise ModelError(f"--tokenizer {name}: there is no such folder, and it is no Hugging Face id (owner/name)")
+
+
+def _template_text(given: str) -> str:
+    """The template itself. A text holds braces and a path does not."""
+    if "{" in given:
+        return given
+    try:
+        return pathlib.Path(given).expanduser().read_text()
+    except OSError as e:
+        raise ModelError(f"--chat-template {given}: {e.strerror or e}") from None
+
+
+def read_json(path: pathlib.Path) -> dict:
+    """An object from a file, or {} where there is no such file. Raises ModelError for what is not JSON."""
+    try:
+        data = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError) as e:
+        raise ModelError(f"{path}: {e}") from None
+    return data if isinstance(data, dict) else {}

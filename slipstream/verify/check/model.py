@@ -1,0 +1,336 @@
+"""The checker's model: what can happen in a world, and which world it leads to.
+
+An operation of the device ends when every rank has queued it; its outcome then waits at each rank, however long. Clocks are no
+part of a world: that the leader holds a step back, or goes ahead, are two different actions.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from slipstream.log.entries import Entry, Prepared, Reply
+from slipstream.rank.events import Aborted, Arrived, Compiled, Submitted, Tick
+from slipstream.rank.leader import Leader
+from slipstream.rank.loop import Rank
+from slipstream.verify.check.cases import Case
+from slipstream.verify.check.ghost import Ghost
+from slipstream.verify.check.reactions import Reactions
+from slipstream.verify.check.world import (
+    ABORTED,
+    GO,
+    HOLD,
+    LIVE,
+    OVER,
+    UNSENT,
+    Action,
+    Copied,
+    Expire,
+    FixedBudget,
+    Protocol,
+    Site,
+    World,
+    show,
+    with_site,
+)
+from slipstream.verify.common.audit import at_rest
+from slipstream.verify.common.memory import Violation
+from slipstream.verify.common.toy import ToyMatcher, expected_of
+
+
+class Model:
+    """All worlds of one case under one protocol with `size` ranks."""
+
+    def __init__(self, case: Case, protocol: Protocol, size: int):
+        self.case, self.protocol, self.size = case, protocol, size
+        self.expected = [expected_of(r, case.script[i]) for i, r in enumerate(case.requests)]
+        known = []
+        for r, script, (tokens, _) in zip(case.requests, case.script, self.expected, strict=True):
+            drawn = [*tokens, *script[len(tokens) :]][: r.max_tokens]
+            known.append([*np.frombuffer(r.prompt, "<i4").tolist(), *drawn])
+        self.known = Reactions(case)
+        self._ghost = Ghost(case, known)
+        self.entries = 0  # the longest log seen
+
+    # --- worlds
+
+    def start(self) -> World:
+        case, protocol = self.case, self.protocol
+        replica = protocol.replica(case.limits)
+        planner = protocol.planner(replica, FixedBudget(case.cap, per_token=1.0), 8)
+        leader = protocol.leader(replica, planner, self.size, case.asynchronous and not protocol.serial)
+        ranks = [leader, *(protocol.rank(i, protocol.replica(case.limits)) for i in range(1, self.size))]
+        sites = [Site(self.known.keep(r, self._ghost if not r.rank else None)) for r in ranks]
+        world = World(tuple(sites), ((UNSENT, 0),) * len(case.requests))
+        if case.all_at_once:
+            for i in range(len(case.requests)):
+                world = self.apply(world, ("submit", i))
+        return world
+
+    def key(self, world: World) -> Hashable:
+        """Equal for worlds that differ only in which follower is which."""
+        leader = self.known.machines[world.sites[0].machine]
+        assert isinstance(leader, Leader)
+        followers = []
+        for i, site in enumerate(world.sites[1:], 1):
+            early = tuple((seq, r.digest) for seq, replies in leader.early.items() for r in replies if r.rank == i)
+            owed = tuple(id for id, (_, missing) in leader.preparing.items() if i in missing)
+            struck = tuple(id for rank, id in world.expired if rank == i)
+            back = tuple(nameless(self.known.things[t]) for t in site.back)
+            rest = self.rival_view(leader, i)
+            followers.append(
+                (self.known.cores[site.machine], site[1:2], back, site[3:], leader.replied[i], early, owed, struck, rest)
+            )
+        followers.sort()
+        own = (tuple(id for rank, id in world.expired if rank == 0), self.rival_view(leader, 0))
+        return (
+            self.known.cores[world.sites[0].machine],
+            world.sites[0][1:],
+            tuple(followers),
+            world.front,
+            own,
+            world.poisoned,
+        )
+
+    def rival_view(self, leader: Leader, rank: int) -> Hashable:
+        """What a rival's leader remembers of one follower."""
+        return tuple(sorted(id for id, ranks in getattr(leader, "heard", {}).items() if rank in ranks))
+
+    # --- actions
+
+    def actions(self, world: World) -> list[Action]:
+        """All that can happen next."""
+        if world.poisoned:
+            return []
+        out: list[Action] = []
+        for i, site in enumerate(world.sites):
+            if not site.dead:
+                out += self.local(world, i)
+        leader = world.sites[0]
+        for i, site in enumerate(world.sites):
+            if site.back and not leader.dead:
+                out.append(("hear", i))
+        if not leader.dead:
+            out += self._outside(world)
+        out += self._troubles(world)
+        return out
+
+    def local(self, world: World, i: int) -> list[Action]:
+        """What rank i can do by itself."""
+        site = world.sites[i]
+        out: list[Action] = []
+        if site.inbox:
+            out.append(("read", i))
+        if site.arrived:
+            out.append(("arrive", i))
+        out += [("compiled", i, id) for id in site.jobs]
+        out += [("copied", i, id) for id in site.copies]
+        return out
+
+    def _outside(self, world: World) -> list[Action]:
+        """What clients and the passing of time can do."""
+        case = self.case
+        out: list[Action] = []
+        unsent = [i for i, (phase, _) in enumerate(world.front) if phase == UNSENT]
+        if unsent:
+            out.append(("submit", unsent[0]))
+        out += [("abort", i) for i in case.aborts if world.front[i][0] == LIVE]
+        leader = self.known.machines[world.sites[0].machine]
+        assert isinstance(leader, Leader)
+        if leader.depth > 1 and len(leader.replica.flights) == 1 and leader.late is None:
+            out.append(("plan",))
+        return out
+
+    def _troubles(self, world: World) -> list[Action]:
+        case = self.case
+        out: list[Action] = []
+        if case.dies:
+            dead = [i for i, site in enumerate(world.sites) if site.dead]
+            if dead:
+                out.append(("found", dead[0]))
+            elif any(phase in (LIVE, ABORTED) for phase, _ in world.front):
+                out += [("die", 0), ("die", self.size - 1)]
+        if self.protocol.clocks:
+            for id in case.expires:
+                if world.front[id][0] == LIVE:
+                    out += [("expire", r, id) for r in range(self.size) if (r, id) not in world.expired]
+        return out
+
+    def apply(self, world: World, action: Action) -> World:
+        """The world after the action. Raises Violation."""
+        kind = action[0]
+        sites = world.sites
+        if kind == "submit":
+            i = action[1]
+            world = self._front(world, i, (LIVE, 0))
+            return self._react(world, 0, ("submit", i), lambda: Submitted(self.case.requests[i]))
+        if kind == "abort":
+            i = action[1]
+            world = self._front(world, i, (ABORTED, world.front[i][1]))
+            return self._react(world, 0, ("abort", i), lambda: Aborted(i, self.case.kept))
+        if kind == "plan":
+            return self._react(world, 0, ("plan",), Tick, GO)
+        if kind == "read":
+            i = action[1]
+            message = sites[i].inbox[0]
+            world = with_site(world, i, sites[i]._replace(inbox=sites[i].inbox[1:]))
+            return self._react(world, i, ("read", message), lambda: self.known.things[message])
+        if kind == "hear":
+            i = action[1]
+            message = sites[i].back[0]
+            world = with_site(world, i, sites[i]._replace(back=sites[i].back[1:]))
+            return self._react(world, 0, ("read", message), lambda: self.known.things[message])
+        if kind == "arrive":
+            i = action[1]
+            op = sites[i].arrived[0]
+            world = with_site(world, i, sites[i]._replace(arrived=sites[i].arrived[1:]))
+            return self._react(world, i, ("arrive", op), lambda: Arrived(self.known.things[op].outcome))
+        if kind == "compiled":
+            _, i, id = action
+            world = with_site(world, i, sites[i]._replace(jobs=tuple(j for j in sites[i].jobs if j != id)))
+            return self._react(world, i, action[::2], lambda: Compiled(id, ToyMatcher(self.case.requests[id].grammar)))
+        if kind == "copied":
+            _, i, id = action
+            world = with_site(world, i, sites[i]._replace(copies=tuple(c for c in sites[i].copies if c != id)))
+            return self._react(world, i, action[::2], lambda: Copied(id))
+        if kind == "expire":
+            _, i, id = action
+            world = world._replace(expired=(*world.expired, (i, id)))
+            return self._react(world, i, action[::2], lambda: Expire(id))
+        if kind == "die":
+            return with_site(world, action[1], sites[action[1]]._replace(dead=True))
+        assert kind == "found"
+        front = tuple((OVER if phase in (LIVE, ABORTED) else phase, received_tokens) for phase, received_tokens in world.front)
+        return world._replace(front=front, poisoned=True)
+
+    def _front(self, world: World, i: int, to: tuple[int, int]) -> World:
+        return world._replace(front=(*world.front[:i], to, *world.front[i + 1 :]))
+
+    def _react(self, world: World, i: int, key: Hashable, event: Callable[[], Any], now: float = HOLD) -> World:
+        """Lets rank i take an event and carries its effects out."""
+        after, effects = self.known.react(world.sites[i].machine, key, event, now)
+        world = with_site(world, i, world.sites[i]._replace(machine=after))
+        for effect in effects:
+            world = self._carry_out(world, i, effect)
+        return self._run_device(world) if effects else world
+
+    # --- effects on the world
+
+    def _carry_out(self, world: World, i: int, effect: Action) -> World:
+        kind, *what = effect
+        site = world.sites[i]
+        if kind == "queue":
+            self._compare(world, i, what[0])
+            return with_site(world, i, site._replace(queued=(*site.queued, what[0])))
+        if kind == "send":
+            message = self.known.things[what[0]]
+            if isinstance(message, Entry):
+                self.entries = max(self.entries, message.seq + 1)
+            rest = (s if s.dead else s._replace(inbox=(*s.inbox, what[0])) for s in world.sites[1:])
+            return world._replace(sites=(world.sites[0], *rest))
+        if kind == "answer":
+            return self._answer(world, i, what[0])
+        if kind == "job":
+            return with_site(world, i, site._replace(jobs=(*site.jobs, what[0])))
+        if kind == "copy":
+            return with_site(world, i, site._replace(copies=(*site.copies, what[0])))
+        if kind == "writes":
+            return self._writes(world, what[0])
+        return self._told(world, kind, *what)
+
+    def _compare(self, world: World, i: int, op: int) -> None:
+        """The n-th operation of each rank must be the same one."""
+        n = len(world.sites[i].queued)
+        for j, other in enumerate(world.sites):
+            if j != i and len(other.queued) > n and other.queued[n] != op:
+                mine, theirs = self.known.things[op].name, self.known.things[other.queued[n]].name
+                raise Violation(f"rank {i} queues {show(mine)} where rank {j} has queued {show(theirs)}")
+
+    def _writes(self, world: World, pages: tuple[int, ...]) -> World:
+        """A step of the log writes pages: no rank may still be copying them beside the stream."""
+        for i, site in enumerate(world.sites):
+            for id in site.copies:
+                held = leased_pages(self.known.machines[site.machine], id)
+                if held is None or set(held) & set(pages):
+                    raise Violation(f"a step writes to pages {list(pages)} while rank {i} still copies those of request {id}")
+        return world
+
+    def _answer(self, world: World, i: int, message: int) -> World:
+        reply = self.known.things[message]
+        site = world.sites[i]
+        if isinstance(reply, Reply):
+            if not all(reply.existed):
+                raise Violation(f"rank {i} does not know a request that entry {reply.seq} drops")
+            if i == 0:
+                return world
+        if i == 0 and isinstance(reply, Prepared):
+            return world
+        return with_site(world, i, site._replace(back=(*site.back, message)))
+
+    def _told(self, world: World, kind: str, id: int, what: Any) -> World:
+        phase, received_tokens = world.front[id]
+        tokens, reason = self.expected[id]
+        if phase not in (LIVE, ABORTED):
+            raise Violation(f"request {id} hears {kind} {what} before its start or after its end")
+        if kind == "token":
+            if received_tokens >= len(tokens) or tokens[received_tokens] != what:
+                raise Violation(f"request {id} gets token {what} at {received_tokens}, not one of {tokens}")
+            return self._front(world, id, (phase, received_tokens + 1))
+        if what == "abort":
+            if phase != ABORTED and not self.protocol.clocks:
+                raise Violation(f"request {id} was aborted by nobody")
+        elif received_tokens != len(tokens) or what != reason:
+            raise Violation(
+                f"request {id} ends with {what!r} after {received_tokens} of {len(tokens)} tokens; {reason!r} is right"
+            )
+        return self._front(world, id, (OVER, received_tokens))
+
+    def _run_device(self, world: World) -> World:
+        """Ends the operations that every rank has queued."""
+        sites = world.sites
+        n = min(len(s.queued) for s in sites)
+        if not n:
+            return world
+        done = [op for op in sites[0].queued[:n] if self.known.things[op].outcome is not None]
+        new = tuple(s._replace(queued=s.queued[n:], arrived=() if s.dead else (*s.arrived, *done)) for s in sites)
+        return world._replace(sites=new)
+
+    # --- ends
+
+    def check_end(self, world: World) -> None:
+        """Nothing can happen any more: everybody must have had an end, and everything be given back."""
+        waiting = [i for i, (phase, _) in enumerate(world.front) if phase != OVER]
+        if waiting:
+            raise Violation(f"deadlock: requests {waiting} never end; {self.where(world)}")
+        if not world.poisoned:
+            at_rest([self.known.machines[s.machine] for s in world.sites])
+
+    def where(self, world: World) -> str:
+        parts = []
+        for i, site in enumerate(world.sites):
+            queued = [show(self.known.things[op].name) for op in site.queued]
+            parts.append(
+                f"rank {i} has applied entry {self.known.machines[site.machine].applied} and waits in {queued or 'nothing'}"
+            )
+        return "; ".join(parts)
+
+    def machine(self, world: World, i: int) -> Rank:
+        return self.known.machines[world.sites[i].machine]
+
+    def thing(self, at: int) -> Any:
+        return self.known.things[at]
+
+
+def nameless(message: Any) -> tuple[Any, ...]:
+    """A follower's message without the follower's number."""
+    return (type(message).__name__, *(v for k, v in message_items(message) if k != "rank"))
+
+
+def message_items(message: Any) -> list[tuple[str, Any]]:
+    names = message.__struct_fields__ if hasattr(message, "__struct_fields__") else message._fields
+    return [(name, getattr(message, name)) for name in names]
+
+
+def leased_pages(machine: Rank, id: int) -> tuple[int, ...] | None:
+    """The pages of a lease, None where the rank holds no such lease any more."""
+    return getattr(machine.replica, "leases", {}).get(id)

@@ -1,0 +1,114 @@
+"""What the checker's worlds are made of: sites, protocols, and the events that only rivals and leases know.
+
+A world is a value made of small integers, which `reactions` gives to machines, messages and operations.
+"""
+
+from typing import Any, NamedTuple
+
+from slipstream.log.batch import Outcome
+from slipstream.log.replica import Replica
+from slipstream.rank.leader import Leader
+from slipstream.rank.loop import Rank
+from slipstream.schedule.budget import Budget, StepLoad
+from slipstream.schedule.planner import Planner
+
+HOLD, GO = 0.0, 0.9  # what the leader is told for the time: before, or after, the moment at which it plans ahead
+STEP_SECONDS = 0.6  # what it believes a step takes; HOLD < 0.75 * STEP_SECONDS < GO < the heartbeat
+UNSENT, LIVE, ABORTED, OVER = range(4)  # a request as the front end sees it
+
+
+class FixedBudget(Budget):
+    """Learns nothing, so that no measured time is part of a state."""
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        pass
+
+    def expected(self, load: StepLoad) -> float:
+        return STEP_SECONDS
+
+
+class StateReplica(Replica):
+    """Its digest is that of its whole state, not of its history, so that equal states are one state."""
+
+    def seal(self) -> int:
+        self.changes.clear()
+        return hash(self.state()) & (2**63 - 1)
+
+
+class Protocol(NamedTuple):
+    """A protocol is the classes that follow it. `fails`: whether a violation is expected."""
+
+    name: str
+    leader: type[Leader] = Leader
+    rank: type[Rank] = Rank
+    planner: type[Planner] = Planner
+    replica: type[Replica] = StateReplica
+    fails: bool = False
+    clocks: bool = False  # ranks end requests by clocks of their own
+    serial: bool = False
+
+
+class Expire(NamedTuple):
+    """A rank's own clock ends a request."""
+
+    id: int
+
+
+class Copied(NamedTuple):
+    """A rank's copy of a leased request's pages has ended."""
+
+    id: int
+
+
+class Copy(NamedTuple):
+    """Effect: start the copy of a leased request's pages, beside the stream, when the stream gets here."""
+
+    id: int
+    pages: tuple[int, ...]
+
+
+class Site(NamedTuple):
+    """One rank: its machine, what is on its way to it and from it, and its part of the device."""
+
+    machine: int
+    inbox: tuple[int, ...] = ()  # messages from the leader
+    back: tuple[int, ...] = ()  # messages to the leader
+    queued: tuple[int, ...] = ()  # operations queued that have not run on all ranks
+    arrived: tuple[int, ...] = ()  # operations whose outcome has not been taken
+    jobs: tuple[int, ...] = ()  # requests whose grammar is being compiled
+    copies: tuple[int, ...] = ()  # requests whose leased pages are being copied
+    dead: bool = False
+
+
+class World(NamedTuple):
+    sites: tuple[Site, ...]
+    front: tuple[tuple[int, int], ...]  # per request: (UNSENT .. OVER, tokens it was told)
+    expired: tuple[tuple[int, int], ...] = ()  # (rank, request) of local clocks that have struck
+    poisoned: bool = False
+
+
+Action = tuple[Any, ...]
+
+
+class Op(NamedTuple):
+    """An operation of the device; only samplings have an outcome."""
+
+    name: tuple[Any, ...]
+    outcome: Outcome | None
+
+
+def with_site(world: World, i: int, site: Site) -> World:
+    return world._replace(sites=(*world.sites[:i], site, *world.sites[i + 1 :]))
+
+
+def show(name: tuple[Any, ...]) -> str:
+    """An operation in words."""
+    if name[0] == "step":
+        _, seq, ids, slots, starts, counts, *_ = name
+        rows = ", ".join(f"request {q}[{a}:{a + n}]" for q, a, n in zip(ids, starts, counts, strict=True))
+        return f"the forward of entry {seq} ({rows})"
+    if name[0] == "sample":
+        return f"the sampling of entry {name[1]}"
+    if name[0] == "InitSlot":
+        return f"the seating of request {name[2]} in slot {name[1]}"
+    return f"{name[0].lower()} {name[1:]}"
