@@ -66,7 +66,7 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
     from slipstream.ops.interface import Attention
 
     ops = make_ops(dtype)
-    heads = Heads(0, num_q_heads, 0, keys)
+    heads = Heads(0, num_q_heads, 0, num_kv_heads)
     starts, counts, decodes = {
         "decode": ([0, 5, 300, 1500, 31, 32], [1] * 6, 6),
         "one long row": ([2900], [1], 1),
@@ -81,7 +81,7 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
         pytest.skip("pages of many tokens matter where tiles are taken")
     table = rotary(4096, dim)
     spec = Attention(0, heads, dim, dim**-0.5, table, *([Norm(w, 1e-6) for w in norms] if norms else [None, None]))
-    cache = [torch.full((pages + 1, keys, page_size, dim), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
+    cache = [torch.full((pages + 1, num_kv_heads, page_size, dim), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
     for c in cache:
         c[0] = 0
     tables = torch.zeros((rows + 1, 256), dtype=torch.int32, device=DEVICE)
@@ -90,14 +90,14 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         mine = [free.pop() for _ in range(-(-(start + count) // page_size))]
         tables[row, : len(mine)] = torch.tensor(mine, dtype=torch.int32)
-        old = torch.randn(start, 2, keys, dim, device=DEVICE, dtype=dtype)
+        old = torch.randn(start, 2, num_kv_heads, dim, device=DEVICE, dtype=dtype)
         past.append(old)
         for i in (0, 1):
             for p in range(-(-start // page_size)):
                 part = old[p * page_size : (p + 1) * page_size, i]
                 cache[i][mine[p], :, : len(part)] = part.transpose(0, 1)
                 cache[i][mine[p], :, len(part) :] = 0
-    qkv = torch.randn(padded, (num_q_heads + 2 * keys) * dim, device=DEVICE, dtype=dtype)
+    qkv = torch.randn(padded, (num_q_heads + 2 * num_kv_heads) * dim, device=DEVICE, dtype=dtype)
     positions = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
     slots = torch.full((padded,), rows, dtype=torch.int32, device=DEVICE)
     prompts, at = [], 0
@@ -115,7 +115,7 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
     put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     step = CudaStep(
         positions, positions, slots, tables, [(cache[0], cache[1])], ops.tile_caches([(cache[0], cache[1])], page_size),
-        ops.scratch(8, keys, dim), ops.prompt_scratch(dim), page_size, 8 if prompts else decodes, put([decodes]), bool(prompts),
+        ops.scratch(8, num_kv_heads, dim), ops.prompt_scratch(dim), page_size, 8 if prompts else decodes, put([decodes]), bool(prompts),
         put(parts), put(part_counts),
     )  # fmt: skip
     ops.begin(step)
