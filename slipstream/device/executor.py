@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from slipstream.log.batch import Batch, Outcome
+from slipstream.log.caches import Limits
 from slipstream.log.request import Request
 
 __all__ = ["Batch", "Capacity", "DeviceProgress", "Executor", "Outcome", "StepFailed"]
@@ -29,14 +30,10 @@ class DeviceProgress(Protocol):
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one rank can hold. The group uses the minimum over its ranks."""
+    """What one rank can hold. The group uses the minimum over its ranks (`log.caches.least`)."""
 
-    page_size: int  # tokens of a page; equal on all ranks
-    pages: int  # usable pages, the null page 0 not counted: ids are 1..pages
-    slots: int
-    max_len: int  # tokens per request
+    limits: Limits  # of this rank; `caching` as configured
     weight_bytes: int
-    host_pages: int = 0  # pages in host memory, for the contents of preempted requests: ids 0..host_pages - 1
 
 
 class StepFailed(Exception):
@@ -52,24 +49,28 @@ class Executor(Protocol):
         """What fits beside the weights and one largest step."""
         ...
 
-    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
-        """Allocates pages 1..pages and slot tables, then warms up (compiles, captures), with what the group agreed on."""
+    def start(self, limits: Limits) -> None:
+        """Allocates pages 1..pages of each table, slot tables, state and snapshots as the group agreed; then warms up."""
         ...
 
-    def admit(self, slot: int, request: Request) -> None:
-        """Queues the writing of a slot's tables: prompt ids, sampling parameters, counters. Resets all loop-carried state."""
+    def init_slot(self, slot: int, request: Request) -> None:
+        """Queues the writing of a slot's tables: prompt ids, sampling parameters, counters. Zeros all loop-carried state."""
         ...
 
-    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
-        """Queues the copy of pages to host pages, in the stream's order."""
+    def set_state(self, slot: int, snapshot: int) -> None:
+        """Queues the copy of a snapshot to the slot's state, in the stream's order; snapshot 0 is zeros."""
         ...
 
-    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
-        """Queues the copy of host pages to pages, in the stream's order."""
+    def offload(self, table: int, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        """Queues the copy of pages of a table to its host pages, in the stream's order."""
+        ...
+
+    def restore(self, table: int, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        """Queues the copy of host pages of a table to its pages, in the stream's order."""
         ...
 
     def launch(self, batch: Batch) -> None:
-        """Queues one step: block-table writes, forward, sampling, and the copy of its outcome."""
+        """Queues one step: page-table writes, forward, state snapshots, sampling, and the copy of its outcome."""
         ...
 
     def launch_forward(self, batch: Batch) -> None:
@@ -77,7 +78,7 @@ class Executor(Protocol):
         ...
 
     def launch_sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
-        """Queues the sampling of that step. masks: slot -> uint32 bit mask [ceil(vocab / 32)] of allowed ids.
+        """Queues the sampling of that step. masks: slot -> uint32 bit masks [sampled, ceil(vocab / 32)] of allowed ids.
 
         discarded: slots whose requests have ended meanwhile; what their rows give, if anything, is thrown away.
         """

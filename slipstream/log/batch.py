@@ -1,4 +1,4 @@
-"""What the replica asks of a device and what comes back: calls, one step's rows as columns, and its outcome."""
+"""What the replica asks of a device and what comes back: device operations, one step's rows as columns, and its outcome."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,49 +9,67 @@ from slipstream.log.request import Request, TokenLogprobs
 
 
 class InitSlot(NamedTuple):
-    """Queue the writing of a slot's tables."""
+    """Queue the writing of a slot's tables for a new owner; all state of the slot begins at zero."""
 
     slot: int
     request: Request
 
 
-class Offload(NamedTuple):
-    """Queue the copy of device pages to host pages, one to one."""
+class SetState(NamedTuple):
+    """Queue the copy of a snapshot to a slot's state; snapshot 0 is the state before the first token: zeros."""
 
+    slot: int
+    snapshot: int
+
+
+class Offload(NamedTuple):
+    """Queue the copy of device pages of one table to its host pages, one to one."""
+
+    table: int
     pages: tuple[int, ...]
     host: tuple[int, ...]
 
 
 class Restore(NamedTuple):
-    """Queue the copy of host pages to device pages, one to one."""
+    """Queue the copy of host pages of one table to its device pages, one to one."""
 
+    table: int
     host: tuple[int, ...]
     pages: tuple[int, ...]
 
 
-DeviceOp = InitSlot | Offload | Restore
+DeviceOp = InitSlot | SetState | Offload | Restore
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The rows of one step, as columns. Rows [0, decodes) have count 1 and sample; prompt chunks follow.
+    """The rows of one step, as columns. Rows [0, decodes) are decode rows; prompt chunks follow.
 
-    Row i computes tokens [starts[i], starts[i] + counts[i]) of slots[i], reading their ids from the slot's token table.
-    A row that samples writes its token at position starts[i] + counts[i] of that table, on the device.
-    `slots` is the same array object as in the batch before while the rows stay the same ones.
+    Row i computes tokens [starts[i], starts[i] + counts[i]) of slots[i], reading their ids from the slot's token table; the last
+    sampled[i] of them are judged: 0 for a chunk that does not end its prompt, 1 for plain decoding, 1 + K to verify K drafts.
+    A row whose slot has drafts in flight begins where the device's own length says; `starts` is then the most that can be.
+    A judged row writes its tokens into that table after the ones that it computed, on the device, and never beyond the
+    request's limit. `slots` is the same array object as in the batch before while the rows stay the same ones.
     """
 
     seq: int  # the entry that holds the step
     slots: np.ndarray  # int32 [R]
     starts: np.ndarray  # int32 [R]
     counts: np.ndarray  # int32 [R]
-    samples: np.ndarray  # bool [R]
+    sampled: np.ndarray  # int32 [R]
+    width: int  # the largest of `sampled`
     decodes: int
-    pages: np.ndarray  # int32 [N, 3]: (slot, column, page), written to the block tables before the forward
+    pages: np.ndarray  # int32 [N, 4]: (table, slot, column, page), written to the page tables before the forward
+    saves: tuple[tuple[int, int], ...] = ()  # (slot, snapshot): states that are copied to snapshots after the forward
 
     @property
     def tokens(self) -> int:
         return int(self.counts.sum())
+
+    @property
+    def judged(self) -> np.ndarray:
+        """Indexes of the rows that sample, intp [J]; the outcome's rows stand in this order."""
+        return np.flatnonzero(self.sampled)
 
 
 PromptRows = tuple[int, list[TokenLogprobs]]  # position of the first row, rows
@@ -59,11 +77,17 @@ PromptRows = tuple[int, list[TokenLogprobs]]  # position of the first row, rows
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one step returned; the same bytes on every rank of the group, but for `seconds`."""
+    """What one step returned; the same bytes on every rank of the group, but for `seconds`.
+
+    `tokens` has one row for each judged row of the batch. Row r gave its first accepted[r] tokens: the drafts that were right
+    and the token after them. `drafts` are for the slot's next row, and come home only where a grammar has to check them.
+    """
 
     seq: int
-    tokens: np.ndarray  # int32 [number of sampling rows], in row order; -1 marks a dead end (see `errors`)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])  # by index into `tokens`
+    tokens: np.ndarray  # int32 [judged rows, width]; -1 first in a row marks a dead end (see `errors`)
+    accepted: np.ndarray  # int32 [judged rows], each in 1..sampled
+    logprobs: dict[tuple[int, int], TokenLogprobs] = field(default_factory=dict[tuple[int, int], TokenLogprobs])  # by place in `tokens`
     prompt_logprobs: dict[int, PromptRows] = field(default_factory=dict[int, PromptRows])  # by slot
-    errors: dict[int, str] = field(default_factory=dict[int, str])  # by index into `tokens`
+    errors: dict[int, str] = field(default_factory=dict[int, str])  # by row of `tokens`
+    drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # by slot
     seconds: float = 0.0  # how long the step had this rank's device, for the leader's budget alone; 0: not measured
