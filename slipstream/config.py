@@ -48,6 +48,9 @@ class EngineConfig:
     tokenizer: str | None = option(None, "tokenizer folder or Hugging Face id, when it is not the model's own")
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
     dtype: str = option("auto", "weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    kv_cache_dtype: str = option(
+        "auto", "keys and values in the cache (auto: as the weights)", choices=("auto", "bfloat16", "float16", "float32")
+    )
     device: str = option(
         "auto",
         "what runs the model; sim: nothing does, tokens by hash after --sim-step-us",
@@ -83,6 +86,11 @@ class EngineConfig:
     max_queue: int = option(4096, "requests that may wait; more get HTTP 429", least=1)
     sim_step_us: float = option(3000.0, "--device sim: microseconds a step takes", least=0)
     sim_token_us: float = option(17.0, "--device sim: microseconds more for each token of a step", least=0)
+    sim_drafts: int = option(0, "--device sim: drafts that each decode row verifies", least=0, most=8)
+    sim_window: int = option(0, "--device sim: some layers have a window of so many tokens; 0: none has", least=0)
+    sim_snapshot_tokens: int = option(
+        0, "--device sim: some layers have per-slot state, saved each so many tokens; 0: none has", least=0
+    )
 
 
 @dataclass

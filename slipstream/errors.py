@@ -38,3 +38,7 @@ class EngineDown(SlipstreamError):
 
 class Diverged(SlipstreamError):
     """A rank answered wrongly; names the rank and the first entry that differs. Poisons the group."""
+
+
+class BadEntry(SlipstreamError, ValueError):
+    """An entry or an outcome that does not fit the state of the request it names. Every rank refuses it alike."""

@@ -20,6 +20,7 @@ import numpy as np
 from slipstream.config import EngineConfig
 from slipstream.device.executor import Batch, Capacity, DeviceProgress, Outcome
 from slipstream.errors import ConfigError
+from slipstream.log.caches import Limits, TableLimits
 from slipstream.log.request import Request, TokenLogprobs
 
 NO_MASKS: Mapping[int, np.ndarray] = {}
@@ -29,45 +30,113 @@ DEFAULT_MAX_LEN = 32_768
 PAGE_SIZE = 16  # tokens of a page unless the user says otherwise
 DEFAULT_PAGES = 65_536
 PAGE_BYTES = 4096  # what a page counts for under --kv-cache-memory-bytes
+SNAPSHOTS = 64  # of per-slot state, where the simulated model has any
+RIGHT_DRAFTS = 0.7  # share of a draft's positions at which it is right
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Spreads the bits of uint64 numbers (the finalizer of splitmix64, shortened)."""
+    x = x ^ (x >> np.uint64(31))
+    x = x * np.uint64(0xBF58476D1CE4E5B9)
+    return x ^ (x >> np.uint64(29))
 
 
 class SimTokens:
-    """The tokens of the `sim` device, as a function of each slot's request."""
+    """The tokens and drafts of the `sim` device, as a function of each slot's request and of positions.
 
-    def __init__(self, slots: int, vocab: int):
+    A draft is right or wrong by a hash of the request and its position, so neither a token nor, at one width, an accepted count
+    depends on mode, batch or rank. `length` is the device's own count of known tokens: the truth where drafts are in flight.
+    """
+
+    def __init__(self, slots: int, vocab: int, ahead: int = 0):
+        """`ahead`: drafts that the device makes for a slot's next row."""
         self.vocab = vocab
+        self.ahead = ahead
         self.base = np.zeros(slots, np.uint64)
+        self.length = np.zeros(slots, np.int64)
+        self.limit = np.zeros(slots, np.int64)
+        self.wanted = np.full(slots, -1)  # log probabilities
         self.requests: dict[int, Request] = {}
 
-    def admit(self, slot: int, request: Request) -> None:
+    def init_slot(self, slot: int, request: Request) -> None:
         sampling = request.sampling
         seed = 0 if sampling.temperature == 0 else sampling.seed + 0x9E3779B9 * (sampling.choice + 1)
         self.base[slot] = (zlib.crc32(request.prompt) << 20) ^ (seed & (2**63 - 1))
+        self.length[slot] = request.prompt_len
+        self.limit[slot] = request.prompt_len + request.max_tokens
+        self.wanted[slot] = sampling.logprobs
         self.requests[slot] = request
 
+    def draw(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32: the token of each slot at each position, before a mask has its say."""
+        return (_mixed(self.base[slots] + positions.astype(np.uint64) * _GOLDEN) % np.uint64(self.vocab)).astype(np.int32)
+
+    def drafts(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """int32: what is proposed for each slot at each position: the drawn token, or the one after it."""
+        hashed = _mixed(_mixed(self.base[slots] ^ _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
+        wrong = hashed % np.uint64(1000) >= np.uint64(int(RIGHT_DRAFTS * 1000))
+        return (self.draw(slots, positions) + wrong) % np.int32(self.vocab)
+
     def sample(self, batch: Batch, masks: Mapping[int, np.ndarray] = NO_MASKS) -> Outcome:
-        """The batch's outcome. A token that a mask forbids gives way to the next allowed id; an empty mask is a dead end."""
-        rows = batch.samples
-        slots = batch.slots[rows]
-        x = self.base[slots] + (batch.starts[rows] + batch.counts[rows]).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        x ^= x >> np.uint64(31)
-        x *= np.uint64(0xBF58476D1CE4E5B9)
-        x ^= x >> np.uint64(29)
-        tokens = (x % np.uint64(self.vocab)).astype(np.int32)
-        errors = {}
+        """The batch's outcome, after which `length` stands behind what was accepted.
+
+        A token that a mask forbids gives way to the next allowed id; a row is a dead end where its first mask is empty.
+        """
+        judged = batch.judged
+        slots, sampled = batch.slots[judged].astype(np.intp), batch.sampled[judged]
+        first = self.length[slots]
+        if batch.width <= 1:
+            tokens, accepted = self.draw(slots, first)[:, None], np.ones(len(slots), np.int32)
+            if masks:
+                self._mask(slots, tokens, masks)
+        else:
+            tokens, accepted = self._verify(slots, sampled, first, masks)
+        self.length[slots] += accepted
+        errors = {i: DEAD_END for i in np.flatnonzero(tokens[:, 0] < 0).tolist()} if masks else {}
+        drafts = self._sent_home(slots)
+        return Outcome(batch.seq, tokens, accepted, self._logprobs(slots, tokens, accepted), errors=errors, drafts=drafts)
+
+    def _verify(
+        self, slots: np.ndarray, sampled: np.ndarray, first: np.ndarray, masks: Mapping[int, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [rows, width], and of each row how many count: as many drafts as equal the token drawn, and the one after."""
+        places = np.arange(int(sampled.max(initial=1)))
+        positions = first[:, None] + places
+        rows = np.broadcast_to(slots[:, None], positions.shape)
+        tokens = self.draw(rows, positions)
         if masks:
-            for i, slot in enumerate(slots.tolist()):
-                if slot in masks:
-                    tokens[i] = self._allowed(int(tokens[i]), masks[slot])
-                    if tokens[i] < 0:
-                        errors[i] = DEAD_END
-        logprobs = {}
+            self._mask(slots, tokens, masks)
+        right = (tokens == self.drafts(rows, positions)) & (tokens >= 0)
+        right &= places < np.minimum(sampled, self.limit[slots] - first)[:, None] - 1
+        accepted = (1 + np.cumprod(right, axis=1).sum(axis=1)).astype(np.int32)
+        dead = (
+            tokens[np.arange(len(slots)), accepted - 1] < 0
+        )  # behind a right draft: the next row meets it again, as its first
+        return tokens, accepted - (dead & (accepted > 1)).astype(np.int32)
+
+    def _mask(self, slots: np.ndarray, tokens: np.ndarray, masks: Mapping[int, np.ndarray]) -> None:
         for i, slot in enumerate(slots.tolist()):
-            wanted = self.requests[slot].sampling.logprobs
-            if wanted >= 0:
-                ids = [(int(tokens[i]) + k) % self.vocab for k in range(wanted)]
-                logprobs[i] = TokenLogprobs(-1.0, 1, ids, [-1.0 - k for k in range(wanted)])
-        return Outcome(batch.seq, tokens, logprobs, errors=errors)
+            for j, mask in enumerate(masks.get(slot, ())):
+                tokens[i, j] = self._allowed(int(tokens[i, j]), mask)
+
+    def _sent_home(self, slots: np.ndarray) -> dict[int, tuple[int, ...]]:
+        """The drafts of the next rows of slots with a grammar, as many as the device makes."""
+        if self.ahead == 0:
+            return {}
+        bound = [s for s in slots.tolist() if self.requests[s].grammar]
+        ahead = np.arange(self.ahead)
+        return {s: tuple(self.drafts(np.full(self.ahead, s), self.length[s] + ahead).tolist()) for s in bound}
+
+    def _logprobs(self, slots: np.ndarray, tokens: np.ndarray, accepted: np.ndarray) -> dict[tuple[int, int], TokenLogprobs]:
+        found: dict[tuple[int, int], TokenLogprobs] = {}
+        for i in np.flatnonzero(self.wanted[slots] >= 0).tolist():
+            wanted = int(self.wanted[slots[i]])
+            for j in range(int(accepted[i])):
+                ids = [(int(tokens[i, j]) + k) % self.vocab for k in range(wanted)]
+                found[i, j] = TokenLogprobs(-1.0, 1, ids, [-1.0 - k for k in range(wanted)])
+        return found
 
     def _allowed(self, token: int, mask: np.ndarray) -> int:
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab]
@@ -115,8 +184,21 @@ class SimExecutor:
         spare = config.kv_offload_memory_bytes
         host_pages = pages // 4 if spare is None else spare // PAGE_BYTES
         page_size = config.block_size or PAGE_SIZE
-        max_len = min(config.max_model_len or max_len, pages * page_size)
-        self._capacity = Capacity(page_size, pages, config.max_num_seqs, max_len, 0, host_pages)
+        if config.sim_snapshot_tokens % page_size:
+            raise ConfigError(
+                f"--sim-snapshot-tokens {config.sim_snapshot_tokens} is not a multiple of the page size, {page_size}"
+            )
+        windows = (0, config.sim_window) if config.sim_window else (0,)
+        self._limits = Limits(
+            tables=tuple(TableLimits(pages, window, host_pages) for window in windows),
+            slots=config.max_num_seqs,
+            max_len=min(config.max_model_len or max_len, pages * page_size),
+            page_size=page_size,
+            caching=config.enable_prefix_caching,
+            snapshots=SNAPSHOTS if config.sim_snapshot_tokens else 0,
+            snapshot_tokens=config.sim_snapshot_tokens,
+            width=1 + config.sim_drafts,
+        )
         self.copy_seconds = 0.0
         self._board = board
         self._queue: deque[tuple[float, float, Outcome]] = deque()  # (start, end, outcome)
@@ -125,18 +207,21 @@ class SimExecutor:
         self._timer = Timer()
 
     def capacity(self) -> Capacity:
-        return self._capacity
+        return Capacity(self._limits, 0)
 
-    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
-        self._tokens = SimTokens(slots, self._vocab)
+    def start(self, limits: Limits) -> None:
+        self._tokens = SimTokens(limits.slots, self._vocab, limits.width - 1)
 
-    def admit(self, slot: int, request: Request) -> None:
-        self._tokens.admit(slot, request)
+    def init_slot(self, slot: int, request: Request) -> None:
+        self._tokens.init_slot(slot, request)
 
-    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+    def set_state(self, slot: int, snapshot: int) -> None:
+        """Slots have no state here."""
+
+    def offload(self, table: int, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
         """Pages hold nothing here."""
 
-    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+    def restore(self, table: int, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
         """Pages hold nothing here."""
 
     def launch(self, batch: Batch) -> None:

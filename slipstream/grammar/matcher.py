@@ -130,6 +130,11 @@ class GrammarMatcher:
         self._state.consume_token(token)
         self._count += 1
 
+    def rollback(self, count: int) -> None:
+        """Goes back by the last `count` accepted tokens, all of which were allowed."""
+        self._state.rollback(count)
+        self._count -= count
+
     def mask(self) -> np.ndarray:
         allowed = self._allowed()
         held = self._held()

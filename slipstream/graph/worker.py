@@ -37,13 +37,16 @@ from slipstream.graph.model import Model
 from slipstream.graph.placement import resolve
 from slipstream.graph.rows import Row
 from slipstream.graph.work import Work
+from slipstream.log.caches import Limits
 from slipstream.process.board import Board, BoardWriter
 from slipstream.process.control import MAX_REASON, Control, begin_member, report_ready
-from slipstream.process.protocol import Begin, Fault, Front, Loaded, Setup
+from slipstream.process.protocol import Fault, Front, Loaded, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
 
 FRONT = 0  # the conductor's peer number
+
+NO_CACHE = Limits((), slots=0, max_len=0)  # a worker of components has no part in a log
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -237,8 +240,7 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     model = resolve(spec.model)
     steps = build_steps(model, spec.components, spec.settings)
     arena = Arena(fds[-1], spec.peer)
-    no_cache = dict.fromkeys(Begin.__struct_fields__, 0)
-    control.send(Loaded(**no_cache, weight_bytes=0, stamp=",".join(spec.components)))
+    control.send(Loaded(NO_CACHE, weight_bytes=0, stamp=",".join(spec.components)))
     if control.receive() is None:
         return 0
     board.set("beat_ns", time.monotonic_ns())

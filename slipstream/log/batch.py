@@ -45,8 +45,9 @@ DeviceOp = InitSlot | SetState | Offload | Restore
 class Batch:
     """The rows of one step, as columns. Rows [0, decodes) are decode rows; prompt chunks follow.
 
-    Row i computes tokens [starts[i], starts[i] + counts[i]) of slots[i], reading their ids from the slot's token table; the last
-    sampled[i] of them are judged: 0 for a chunk that does not end its prompt, 1 for plain decoding, 1 + K to verify K drafts.
+    Row i computes tokens [starts[i], starts[i] + counts[i]) of slots[i], reading their ids from the slot's token table; the
+    last sampled[i] of them are judged: 0 for a chunk that does not end its prompt, 1 for plain decoding, 1 + K for K
+    drafts.
     A row whose slot has drafts in flight begins where the device's own length says; `starts` is then the most that can be.
     A judged row writes its tokens into that table after the ones that it computed, on the device, and never beyond the
     request's limit. `slots` is the same array object as in the batch before while the rows stay the same ones.
@@ -73,6 +74,7 @@ class Batch:
 
 
 PromptRows = tuple[int, list[TokenLogprobs]]  # position of the first row, rows
+Place = tuple[int, int]  # row and column of a token in `Outcome.tokens`
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +82,14 @@ class Outcome:
     """What one step returned; the same bytes on every rank of the group, but for `seconds`.
 
     `tokens` has one row for each judged row of the batch. Row r gave its first accepted[r] tokens: the drafts that were right
-    and the token after them. `drafts` are for the slot's next row, and come home only where a grammar has to check them.
+    and the token after them, unless a grammar allows none there. `drafts` are for the slot's next row; they come home only
+    where a grammar has to check them.
     """
 
     seq: int
     tokens: np.ndarray  # int32 [judged rows, width]; -1 first in a row marks a dead end (see `errors`)
     accepted: np.ndarray  # int32 [judged rows], each in 1..sampled
-    logprobs: dict[tuple[int, int], TokenLogprobs] = field(default_factory=dict[tuple[int, int], TokenLogprobs])  # by place in `tokens`
+    logprobs: dict[Place, TokenLogprobs] = field(default_factory=dict[Place, TokenLogprobs])
     prompt_logprobs: dict[int, PromptRows] = field(default_factory=dict[int, PromptRows])  # by slot
     errors: dict[int, str] = field(default_factory=dict[int, str])  # by row of `tokens`
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # by slot

@@ -13,7 +13,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "in
 
 
 class Paged(NamedTuple):
-    """Keys and values of every token: two arrays [pages + 1, heads, page_size, head_dim] (a device may order them otherwise)."""
+    """Keys and values of every token: two arrays [pages + 1, heads, page_size, head_dim], or as a device orders them."""
 
     heads: int  # of this rank
     head_dim: int
@@ -104,6 +104,11 @@ class Limits(NamedTuple):
     def columns(self) -> int:
         """Pages that the longest request takes in a table."""
         return -(-self.max_len // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages that one request can have of every table at most."""
+        return min((table.pages for table in self.tables), default=self.slots * self.columns)
 
     def pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -6,6 +6,7 @@ Plain values, msgpack on the wire. Rows travel as columns of packed little-endia
 import msgspec
 import numpy as np
 
+from slipstream.errors import BadEntry
 from slipstream.log.request import Request
 
 NO_OVERLAP, OVERLAP, LATE_SAMPLE = 0, 1, 2
@@ -44,23 +45,26 @@ Command = Admit | Drop | Preempt
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward. `decode`: each decoding slot gives one row, in the replica's order, without being named.
+    """One forward. `decode`: each decoding slot gives one row of this width, in the replica's order, without being named.
 
-    Then come the named rows: columns slots, starts, counts (int32). All three have one length.
+    0: none does. Then come the named rows: columns slots, starts, counts and sampled (int32), one after the other in `rows`.
     """
 
     order: int
-    decode: bool
-    slots: bytes = b""
-    starts: bytes = b""
-    counts: bytes = b""
+    decode: int
+    rows: bytes = b""
 
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The named rows. Raises ValueError, naming the lengths, when the columns do not match."""
-        s, a, c = (np.frombuffer(x, "<i4") for x in (self.slots, self.starts, self.counts))
-        if not len(s) == len(a) == len(c):
-            raise ValueError(f"columns of a step differ in length: {len(s)} slots, {len(a)} starts, {len(c)} counts")
-        return s, a, c
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The named rows. Raises BadEntry where `rows` is not four columns of one length."""
+        if len(self.rows) % 16:
+            raise BadEntry(f"the named rows of a step have {len(self.rows)} bytes; four int32 columns have a multiple of 16")
+        slots, starts, counts, sampled = np.frombuffer(self.rows, "<i4").reshape(4, -1)
+        return slots, starts, counts, sampled
+
+
+def named(rows: "list[tuple[int, int, int, int]]") -> bytes:
+    """(slot, start, count, sampled) of each row, as `Step.rows`."""
+    return np.array(rows, "<i4").T.tobytes()
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag=10):

@@ -1,4 +1,7 @@
-"""What the replica asks of a grammar: a matcher per slot, fed by settled tokens only."""
+"""What the replica asks of a grammar: a matcher per slot, fed by settled tokens.
+
+It looks ahead through drafts and goes back.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -8,7 +11,11 @@ import numpy as np
 
 class Matcher(Protocol):
     def accept(self, token: int) -> None:
-        """Moves past a settled token of the answer."""
+        """Moves past a token of the answer."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Goes back by the last `count` accepted tokens."""
         ...
 
     def mask(self) -> np.ndarray:
@@ -19,3 +26,24 @@ class Matcher(Protocol):
 
 
 MakeMatcher = Callable[[bytes], Matcher]  # from a request's serialized grammar; raises ValueError where it cannot be compiled
+
+
+def masks(matcher: Matcher, drafts: tuple[int, ...], width: int) -> np.ndarray:
+    """uint32 [width, words]: what may follow now, and after each of the first width - 1 drafts, were it right.
+
+    All zero where a draft is missing or may not follow, so that nothing behind it is accepted. The matcher stands where it
+    stood.
+    """
+    first = matcher.mask()
+    out = np.zeros((width, len(first)), np.uint32)
+    out[0] = first
+    taken = 0
+    for draft in drafts[: width - 1]:
+        if not int(out[taken, draft // 32]) >> draft % 32 & 1:
+            break
+        matcher.accept(draft)
+        taken += 1
+        out[taken] = matcher.mask()
+    if taken:
+        matcher.rollback(taken)
+    return out

@@ -3,6 +3,8 @@
 Imports only the standard library and msgspec. Token ids travel as packed little-endian int32.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 
@@ -45,6 +47,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+class Resource(NamedTuple):
+    """What a request needs besides a slot and pages, on every rank: its kind, and what that kind is made from."""
+
+    kind: str  # "grammar" is the only one so far
+    spec: bytes
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     """One sequence to generate. `n` choices are n requests that share a prompt."""
 
@@ -55,6 +64,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0  # smaller runs earlier (as vLLM has it)
     salt: bytes = b""  # separates prefix-cache namespaces
     grammar: bytes = b""  # serialized grammar specification, b"" for none; see grammar/matcher.py
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        """What every rank must have before it may be admitted."""
+        return (Resource("grammar", self.grammar),) if self.grammar else ()
 
     @property
     def prompt_len(self) -> int:

@@ -1,12 +1,14 @@
-"""What a replica holds: columns by slot, pages, orders and the running digest, without the rules that change them.
+"""What a replica holds: columns by slot, the cache, orders and the running digest, without the rules that change them.
 
 No I/O, no clock, no iteration over sets; two states that went through the same log are equal.
 
 Tokens of a slot:
-    [0, launched)          their keys and values are computed or queued
-    [launched, target)     known, or in flight, and not yet queued
+    [0, computed)          their cache entries are computed or queued
     [0, committed)         their ids are settled
-A row that reaches `target` samples the token at position `target`, which then moves up by one.
+    [0, sure)              the least that the device knows once every queued row has run: each gives one token or more
+    [0, bound)             the most that it can know then: each gives as many as it is wide
+A prompt is known as a whole, so committed, sure and bound are its length until its last chunk is queued. From then on
+computed is bound - 1. Where no row can be wider than one token, sure and bound are one column.
 """
 
 from collections import deque
@@ -16,34 +18,38 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from slipstream.log.batch import DeviceOp
+from slipstream.log.caches import Limits
 from slipstream.log.grammar import Matcher
-from slipstream.log.pages import Pages
 from slipstream.log.request import Request
+from slipstream.log.tables import I32, Cache
 
-I32 = np.dtype("<i4")
-_COPIED = {np.ndarray, list, dict, deque, Pages}  # types of fields that a copy must not share
+_COPIED = {np.ndarray, list, dict, deque, Cache}  # types of fields that a copy must not share
 
 FREE, RUNNING, PREEMPTED, ENDED = 0, 1, 2, 3  # states of a slot
 
 
-class Limits(NamedTuple):
-    """What a group agreed to hold: the minimum over its ranks."""
-
-    pages: int
-    slots: int
-    max_len: int  # tokens of one request, prompt and answer
-    page_size: int = 16  # tokens of a page
-    caching: bool = True  # whether pages can be found again by content
-    host_pages: int = 0  # pages in host memory for requests that are preempted, numbered from 0
-
-
 class InFlightStep(NamedTuple):
-    """A launched step that is not settled yet: its sampling rows."""
+    """A launched step that is not settled yet: its judged rows."""
 
     seq: int
-    slots: np.ndarray  # intp [sampling rows]
-    epochs: np.ndarray  # int32 [sampling rows]
+    slots: np.ndarray  # intp [judged rows]
+    epochs: np.ndarray  # int32 [judged rows]
+    sampled: np.ndarray  # int32 [judged rows]: the most tokens that each can give
     scored: tuple[tuple[int, int], ...]  # (slot, request id) of chunks that return prompt log probabilities
+
+
+class Body(NamedTuple):
+    """A request that came ahead of its Admit, with the content keys of its prompt's pages where they are hashed already."""
+
+    request: Request
+    keys: list[bytes] | None
+
+
+class Offloaded(NamedTuple):
+    """What a preemption copied to the host: of each table the pages of columns [first, first + len(host))."""
+
+    tokens: int  # that were computed or queued then
+    tables: tuple[tuple[int, tuple[int, ...]], ...]  # (first column, host pages)
 
 
 class Ended(NamedTuple):
@@ -61,42 +67,57 @@ class ReplicaState:
     def __init__(self, limits: Limits):
         self.limits = limits
         slots = limits.slots
-        self.width = -(-limits.max_len // limits.page_size)  # columns of a block table
-        self.pages = Pages(limits.pages)
+        self.cache = Cache(limits)
         self.free_slots = list(range(slots - 1, -1, -1))  # popped from the end
+        self.bodies: dict[int, Body] = {}  # by request id; came ahead of their Admit
+        self.prepared: dict[int, Matcher] = {}  # grammars of those, by request id
         self.requests: dict[int, Request] = {}  # slot -> request
         self.keys: dict[int, list[bytes]] = {}  # slot -> content keys of its full pages so far
         self.phase = np.zeros(slots, np.int8)
         self.epoch = np.zeros(slots, np.int32)  # grows when the slot is handed out and when it is freed
         self.ids = np.full(slots, -1, np.int64)
-        self.launched = np.zeros(slots, np.int32)
-        self.target = np.zeros(slots, np.int32)
+        self.computed = np.zeros(slots, np.int32)
         self.committed = np.zeros(slots, np.int32)
+        self.bound = np.zeros(slots, np.int32)
+        self.sure = self.bound if limits.width == 1 else np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
-        self.held = np.zeros(slots, np.int32)  # pages in the block table
+        self.held = np.zeros(slots, np.int32)  # columns of its page tables that were given a page
         self.last_row = np.full(slots, -1, np.int64)  # the entry of the slot's latest row
         self.tokens = np.zeros((slots, limits.max_len), I32)
-        self.page_table = np.zeros((slots, self.width), I32)
         # slots with one row per step, in order of joining; replaced, never changed; intp, with which numpy indexes fastest
         self.decoding = np.zeros(0, np.intp)
         self._packed = (self.decoding, np.zeros(0, np.int32))  # `decoding` and the same as int32
-        self.prefilling: list[int] = []  # slots with launched < target, in order of joining
+        self.prefilling: list[int] = []  # slots whose prompt is not queued whole, in order of joining
         self.ended: list[Ended] = []  # in order of ending, not dropped yet
         self.flights: deque[InFlightStep] = deque()
         self.settled_to = -1  # entries through this one are settled
-        self.fresh_pages: list[tuple[int, int, int]] = []  # (slot, column, page) not yet in a batch
-        self.free_host = list(range(limits.host_pages - 1, -1, -1))  # popped from the end
-        self.offloaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # slot -> (tokens, host pages)
-        self.calls: list[DeviceOp] = []  # asked of the device by commands, in order, not yet taken
+        self.fresh_pages: list[tuple[int, int, int, int]] = []  # (table, slot, column, page) not yet in a batch
+        self.offloaded: dict[int, Offloaded] = {}  # by slot
+        self.unpublished: dict[int, list[tuple[int, int]]] = {}  # slot -> (column, snapshot): of tokens that are not committed
+        self.drafts: dict[int, tuple[int, ...]] = {}  # slot with a grammar -> what its next row verifies
+        self.ops: list[DeviceOp] = []  # asked of the device by commands, in order, not yet taken
         self.stop_ids: dict[int, int] = {}  # stop token -> how many slots name it
         self.matchers: dict[int, Matcher] = {}  # slot -> its grammar's state
         self.digest = bytes(8)
-        self._ones, self._trues = np.ones(slots, np.int32), np.ones(slots, np.bool_)  # columns of decode rows
+        self._widths = np.ones((limits.width + 1, slots), np.int32)  # row w: the columns `counts` and `sampled` of decode rows
+        self._widths *= np.arange(limits.width + 1, dtype=np.int32)[:, None]
         self.changes: list[bytes] = []  # what this entry adds to the digest
 
     def pending(self, slot: int) -> bool:
         """Whether a token of the slot is in flight."""
-        return bool(self.target[slot] > self.committed[slot])
+        return bool(self.bound[slot] > self.committed[slot])
+
+    def publish(self, slot: int, columns: range) -> None:
+        """Makes the pages of full columns findable, in every table where the slot still holds them."""
+        keys, held = self.keys[slot], int(self.held[slot])
+        for table in self.cache.tables:
+            first = int(table.first[slot]) if table.window else 0
+            for column in columns:
+                if not first <= column < held:
+                    continue
+                page = int(table.rows[slot, column])
+                if page not in table.pages.keys:
+                    table.pages.publish(page, keys[column])
 
     def leave(self, slot: int) -> None:
         """Takes the slot out of the sets that rows come from."""
@@ -107,7 +128,7 @@ class ReplicaState:
 
     def seal(self) -> int:
         """Ends an entry: folds what it changed into the running digest and returns that as an unsigned 64-bit integer."""
-        free = b"%d,%d" % (self.pages.available, len(self.decoding))
+        free = b"%d,%d" % (self.cache.available, len(self.decoding))
         self.digest = blake2b(b"".join((self.digest, *self.changes, free)), digest_size=8).digest()
         self.changes.clear()
         return int.from_bytes(self.digest, "little")
@@ -116,30 +137,35 @@ class ReplicaState:
         other = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             other.__dict__[name] = value.copy() if type(value) in _COPIED else value
+        if self.sure is self.bound:
+            other.sure = other.bound
         other.keys = {slot: keys.copy() for slot, keys in self.keys.items()}
+        other.unpublished = {slot: saved.copy() for slot, saved in self.unpublished.items()}
         other.matchers = {slot: matcher.copy() for slot, matcher in self.matchers.items()}
+        other.prepared = {id: matcher.copy() for id, matcher in self.prepared.items()}
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two equal states share. What the columns still hold of freed slots is left out."""
+        """A hashable value that two equal states share. What came ahead of an entry and what freed slots hold is left out."""
         live: list[tuple[object, ...]] = []
         for s in sorted(self.requests):
-            numbers = (self.launched, self.target, self.committed, self.held, self.last_row)
+            columns = (self.computed, self.committed, self.sure, self.bound, self.held, self.last_row)
             known = self.tokens[s, : self.committed[s]].tobytes()
-            table = self.page_table[s, : self.held[s]].tobytes()
-            live.append((s, self.requests[s].id, int(self.phase[s]), *(int(c[s]) for c in numbers), known, table))
+            rows = tuple(t.rows[s, t.first[s] : self.held[s]].tobytes() for t in self.cache.tables)
+            live.append((s, self.requests[s].id, int(self.phase[s]), *(int(c[s]) for c in columns), known, rows))
         return (
             tuple(live),
             self.epoch.tobytes(),
             self.decoding.tobytes(),
-            self.pages.state(),
+            self.cache.state(),
             tuple(len(keys) for keys in self.keys.values()),
             tuple(self.prefilling),
             tuple(self.ended),
-            tuple((f.seq, f.slots.tobytes(), f.epochs.tobytes()) for f in self.flights),
+            tuple((f.seq, f.slots.tobytes(), f.epochs.tobytes(), f.sampled.tobytes()) for f in self.flights),
             tuple(self.fresh_pages),
             tuple(self.free_slots),
-            tuple(self.free_host),
             tuple(self.offloaded.items()),
+            tuple((slot, tuple(saved)) for slot, saved in self.unpublished.items()),
+            tuple(self.drafts.items()),
             self.settled_to,
         )

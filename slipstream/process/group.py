@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream import config
+from slipstream.log.caches import least
 from slipstream.process.board import PHASES, Board, RankState
 from slipstream.process.channel import Ring
 from slipstream.process.control import Control
@@ -150,8 +151,12 @@ class Group:
             self.fail(f"rank {odd} differs from rank 0 in versions or configuration: {stamps[odd]!r} against {stamps[0]!r}")
             return
         if self.begin is None:
-            fits = [x for x in loaded if x is not None]
-            self.begin = Begin(*(min(getattr(x, name) for x in fits) for name in Begin.__struct_fields__))
+            try:
+                self.begin = Begin(least([x.limits for x in loaded if x is not None]))
+            except ValueError as e:
+                self.refused = True
+                self.fail(str(e))
+                return
             for m in self.members:
                 m.control.send(self.begin)
 

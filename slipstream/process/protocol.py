@@ -7,6 +7,7 @@ connection ends.
 
 import msgspec
 
+from slipstream.log.caches import Limits
 from slipstream.log.request import Request, TokenLogprobs
 
 
@@ -167,23 +168,15 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Rank -> supervisor: weights are loaded, and this is what fits. `stamp` must be equal on all ranks."""
 
-    page_size: int  # tokens
-    pages: int
-    slots: int
-    max_len: int
+    limits: Limits
     weight_bytes: int
-    host_pages: int
     stamp: str  # versions and configuration
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
     """Supervisor -> rank: the minimum over the ranks; allocate, warm up, then say Ready."""
 
-    page_size: int  # tokens
-    pages: int
-    slots: int
-    max_len: int
-    host_pages: int
+    limits: Limits
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

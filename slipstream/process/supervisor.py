@@ -165,9 +165,9 @@ class Supervisor:
 
     def _attach(self, group: Group) -> None:
         self._attached[group.spec.index] = group.incarnation
-        begin = group.begin
-        assert begin is not None
-        message = Attach(group.spec.index, group.incarnation, begin.pages, begin.slots, begin.max_len)
+        assert group.begin is not None
+        limits = group.begin.limits
+        message = Attach(group.spec.index, group.incarnation, limits.pages, limits.slots, limits.max_len)
         for deliver in (*(self._deliver_to(f) for f in self.fronts), *([self.on_attach] if self.on_attach else [])):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             group.give_front(theirs.fileno())

@@ -8,29 +8,32 @@ import select
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from slipstream.device.executor import Executor, StepFailed
 from slipstream.errors import Diverged
-from slipstream.log.batch import InitSlot, Offload, Restore
 from slipstream.log.entries import Prepared
 from slipstream.process.board import PHASE_ID, STATES, BoardWriter
 from slipstream.process.channel import FollowerEnd
 from slipstream.process.control import MAX_REASON, Control
 from slipstream.process.protocol import Fault
+from slipstream.rank.effects import Interpreter, queue
 from slipstream.rank.events import (
     Arrived,
+    DeviceEffect,
     Effect,
     Launch,
     LaunchForward,
-    LaunchSample,
+    Poison,
     Prepare,
+    Send,
     SendReply,
+    SendToFront,
     Span,
+    Wake,
 )
-from slipstream.rank.grammar_compiler import Compiler
 from slipstream.rank.loop import Rank
+from slipstream.rank.preparer import Preparer
 
 IDLE = 0.5  # seconds between turns of an idle loop, so that the board shows life
 COMPLAIN = 2.0  # seconds of waiting for another rank after which stderr says so, and again
@@ -43,11 +46,11 @@ class Parts(NamedTuple):
     executor: Executor
     control: Control
     board: BoardWriter
-    compiler: Compiler
+    preparer: Preparer
     spare_cores: bool
 
 
-class Driver:
+class Driver(Interpreter):
     """What both kinds of rank share."""
 
     def __init__(self, machine: Rank, parts: Parts):
@@ -55,7 +58,7 @@ class Driver:
         self.executor = parts.executor
         self.control = parts.control
         self.board = parts.board
-        self.compiler = parts.compiler
+        self.preparer = parts.preparer
         self.spins = SPINS if parts.spare_cores else 0
         self.entry = -1  # the last one of which anything was done, for reports
         self.digest = 0  # the replica's after the last entry that was answered
@@ -63,7 +66,7 @@ class Driver:
         self._stamp = 0
         self._poll = select.poll()
         self._poll.register(self.control.fileno(), select.POLLIN)
-        self._poll.register(self.compiler.fileno(), select.POLLIN)
+        self._poll.register(self.preparer.fileno(), select.POLLIN)
         device = self.executor.fileno()
         self.polls_device = device is None
         if device is not None:
@@ -83,9 +86,9 @@ class Driver:
                     self.board.set("arrived", outcome.seq)
                     self.board.set("arrived_ns", self._stamp)
                     self.perform(self.machine.on(Arrived(outcome), now))
-                if self.compiler.fileno() in ready:
-                    for compiled in self.compiler.take():
-                        self.perform(self.machine.on(compiled, now))
+                if self.preparer.fileno() in ready:
+                    for ready_resources in self.preparer.take():
+                        self.perform(self.machine.on(ready_resources, now))
                 self.turn(ready, now)
                 self.complain(now)
         except Exception as e:
@@ -150,57 +153,39 @@ class Driver:
 
     # --- effects
 
-    def perform(self, effects: Iterable[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Span):
-                self.span(effect)
-            elif isinstance(effect, Launch):
-                self.launch(effect.batch.seq)
-                self.executor.launch(effect.batch)
-            elif isinstance(effect, InitSlot):
-                self.executor.admit(effect.slot, effect.request)
-            elif isinstance(effect, Offload):
-                self.executor.offload(effect.pages, effect.host)
-            elif isinstance(effect, Restore):
-                self.executor.restore(effect.host, effect.pages)
-            elif isinstance(effect, Prepare):
-                self.compiler.compile(effect.id, effect.grammar)
-            elif isinstance(effect, LaunchForward):
-                self.launch(effect.batch.seq)
-                self.executor.launch_forward(effect.batch)
-            elif isinstance(effect, LaunchSample):
-                self.executor.launch_sample(effect.seq, effect.masks, effect.discarded)
-            else:
-                self.talk(effect)
+    def device(self, effect: DeviceEffect) -> None:
+        if isinstance(effect, Launch | LaunchForward):
+            self.launch(effect.batch.seq)
+        queue(self.executor, effect)
+
+    def prepare(self, effect: Prepare) -> None:
+        self.preparer.prepare(effect.id, effect.resources)
 
     def launch(self, seq: int) -> None:
         self.entry = seq
         self.board.set("launched", seq)
         self.board.set("launched_ns", time.monotonic_ns())
 
-    def span(self, span: Span) -> None:
+    def span(self, effect: Span) -> None:
         end = time.monotonic_ns()
-        phase = PHASE_ID[span.phase]
-        self.board.span(phase, self._stamp, end, span.entry, self.digest)
+        phase = PHASE_ID[effect.phase]
+        self.board.span(phase, self._stamp, end, effect.entry, self.digest)
         self.board.set("phase", phase)
-        if span.phase == "settle":
-            self.board.set("settled", span.entry)
-        self.count(span.phase, end - self._stamp)
+        if effect.phase == "settle":
+            self.board.set("settled", effect.entry)
+        self.count(effect.phase, end - self._stamp)
         self._stamp = end
 
     def count(self, phase: str, nanoseconds: int) -> None:
         """Host time by phase, where somebody reads it."""
 
-    def applied(self, answer: SendReply) -> None:
-        if isinstance(answer.reply, Prepared):
-            return
-        self.entry = answer.reply.seq
-        self.board.set("applied", answer.reply.seq)
-        self.digest = answer.reply.digest
-        self.board.set_digest(self.digest)
-
-    def talk(self, effect: Effect) -> None:
-        raise NotImplementedError
+    def reply(self, effect: SendReply) -> None:
+        """Notes on the board how far this rank is."""
+        if not isinstance(effect.reply, Prepared):
+            self.entry = effect.reply.seq
+            self.board.set("applied", effect.reply.seq)
+            self.digest = effect.reply.digest
+            self.board.set_digest(self.digest)
 
 
 class FollowerDriver(Driver):
@@ -214,10 +199,25 @@ class FollowerDriver(Driver):
         for message in self.channel.receive():
             self.perform(self.machine.on(message, now))
 
-    def talk(self, effect: Effect) -> None:
-        assert isinstance(effect, SendReply)
-        self.applied(effect)
+    def reply(self, effect: SendReply) -> None:
+        super().reply(effect)
         self.channel.answer(effect.reply)
+
+    def send(self, effect: Send) -> None:
+        raise _leaders(effect)
+
+    def send_to_front(self, effect: SendToFront) -> None:
+        raise _leaders(effect)
+
+    def wake(self, effect: Wake) -> None:
+        raise _leaders(effect)
+
+    def poison(self, effect: Poison) -> None:
+        raise _leaders(effect)
+
+
+def _leaders(effect: Effect) -> TypeError:
+    return TypeError(f"only a leader yields {type(effect).__name__}")
 
 
 def spare_cores(processes: int) -> bool:

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
+from slipstream.log.batch import Batch, DeviceOp, Outcome
 from slipstream.log.entries import Entry, Forget, Prepared, Reply, RequestBody
 from slipstream.log.grammar import Matcher
-from slipstream.log.request import Request
+from slipstream.log.request import Request, Resource
 from slipstream.process.protocol import ToFront
 
 # --- events
@@ -36,15 +36,15 @@ class Aborted(NamedTuple):
     kept: int
 
 
-class Compiled(NamedTuple):
-    """A grammar that this rank was asked to prepare is there, or has an error."""
+class ResourcesReady(NamedTuple):
+    """What this rank was asked to prepare for a request is there, or could not be made."""
 
     id: int
-    matcher: Matcher | None
+    made: dict[str, Matcher]  # by kind of resource
     error: str = ""
 
 
-Event = Entry | RequestBody | Forget | Reply | Prepared | Arrived | Tick | Submitted | Aborted | Compiled
+Event = Entry | RequestBody | Forget | Reply | Prepared | Arrived | Tick | Submitted | Aborted | ResourcesReady
 
 # --- effects
 
@@ -56,10 +56,10 @@ class Send(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Compile a request's grammar beside the loop, then say Compiled."""
+    """Make a request's resources beside the loop, then send ResourcesReady."""
 
     id: int
-    grammar: bytes
+    resources: tuple[Resource, ...]
 
 
 class Launch(NamedTuple):
@@ -78,12 +78,12 @@ class LaunchSample(NamedTuple):
     """Queue the sampling of the step whose forward was queued."""
 
     seq: int
-    masks: dict[int, np.ndarray]  # slot -> uint32 bit mask of allowed ids
+    masks: dict[int, np.ndarray]  # slot -> uint32 bit masks [sampled, words] of allowed ids
     discarded: frozenset[int]  # slots that ended since the forward was queued: no mask for them, their tokens do not count
 
 
 class SendReply(NamedTuple):
-    """This rank's reply to an entry, or its word that a grammar is prepared. The leader only notes its own."""
+    """This rank's reply to an entry, or its report that a request's resources are prepared. The leader only notes its own."""
 
     reply: Reply | Prepared
 
@@ -115,18 +115,5 @@ class Poison(NamedTuple):
     reason: str
 
 
-Effect = (
-    Send
-    | InitSlot
-    | Offload
-    | Restore
-    | Prepare
-    | Launch
-    | LaunchForward
-    | LaunchSample
-    | SendReply
-    | SendToFront
-    | Wake
-    | Span
-    | Poison
-)
+DeviceEffect = DeviceOp | Launch | LaunchForward | LaunchSample
+Effect = DeviceEffect | Send | Prepare | SendReply | SendToFront | Wake | Span | Poison

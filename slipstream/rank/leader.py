@@ -19,11 +19,10 @@ from slipstream.process.protocol import Finished, PromptLogprobs, Refused, Start
 from slipstream.rank.events import (
     Aborted,
     Arrived,
-    Compiled,
     Effect,
     Event,
     Poison,
-    Prepare,
+    ResourcesReady,
     Send,
     SendReply,
     SendToFront,
@@ -52,10 +51,12 @@ class StepTiming(NamedTuple):
     load: StepLoad
 
 
-def load_of(batch: Batch, tokens: int) -> StepLoad:
-    d, prompt_tokens = batch.decodes, tokens - batch.decodes
+def load_of(batch: Batch) -> StepLoad:
+    d = batch.decodes
+    decode_tokens = int(batch.counts[:d].sum()) if batch.width > 1 else d
+    prompt_tokens = batch.tokens - decode_tokens
     context = float(batch.starts[d:].astype(float) @ batch.counts[d:]) / prompt_tokens if prompt_tokens else 0.0
-    return StepLoad(d, prompt_tokens, context)
+    return StepLoad(decode_tokens, prompt_tokens, context)
 
 
 class Leader(Rank):
@@ -64,7 +65,6 @@ class Leader(Rank):
         self.planner = planner
         self.depth = 2 if asynchronous else 1  # steps in flight at most
         self.now = 0.0
-        self.planner.compiled = self.compiled
         self.next = 0  # the entry to be written
         self.marked = -1  # `settled_to` of the last entry
         self.written_at = 0.0
@@ -91,23 +91,28 @@ class Leader(Rank):
         return len(self.planner.queue) + len(self.preparing)
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
-        if self.poisoned:
-            return
-        self.now = now
+        if not self.poisoned:
+            self.now = now
+            yield from super().on(event, now)
+
+    def take(self, event: Event) -> Iterator[Effect]:
+        """What a front end and followers send; the rest is every rank's."""
         if isinstance(event, Submitted):
             yield from self.submit(event.request)
         elif isinstance(event, Aborted):
             yield from self.abort(event)
         elif isinstance(event, Reply):
-            yield from self.reply(event)
-        elif isinstance(event, Compiled):
-            yield from self.prepared(event)
+            yield from self.check_reply(event)
         elif isinstance(event, Prepared):
             yield from self.peer_prepared(event)
-        elif isinstance(event, Arrived):
-            self.outcomes.append(event.outcome)
-            self.record_step_time(event.outcome)
-            yield from self.settle_arrived()
+        else:
+            if isinstance(event, Arrived):
+                self.record_step_time(event.outcome)
+            yield from super().take(event)
+
+    def advance(self) -> Iterator[Effect]:
+        """Settles what has arrived, then writes entries: a leader's are not read but written."""
+        yield from self.settle_arrived()
         yield from self.write_entries()
 
     # --- requests
@@ -119,24 +124,23 @@ class Leader(Rank):
         if length > limits.max_len:
             text = f"prompt and max_tokens together are {length} tokens; at most {limits.max_len} fit"
             yield SendToFront(Refused(request.id, 400, text, "max_tokens"))
-        elif -(-length // limits.page_size) > limits.pages:
-            text = f"{length} tokens need {-(-length // limits.page_size)} pages; the whole cache has {limits.pages}"
+        elif limits.pages_of(length) > limits.pages:
+            text = f"{length} tokens need {limits.pages_of(length)} pages; the whole cache has {limits.pages}"
             yield SendToFront(Refused(request.id, 400, text, "prompt"))
         elif self.waiting >= self.planner.queue.limit:
             yield SendToFront(Refused(request.id, 429, f"{self.waiting} requests are waiting already; try again later"))
         elif len(request.grammar) > MAX_GRAMMAR:
             text = f"the grammar has {len(request.grammar)} bytes; at most {MAX_GRAMMAR} are taken"
             yield SendToFront(Refused(request.id, 400, text, "response_format"))
-        elif request.grammar:
+        elif request.resources:
             self.preparing[request.id] = (request, {0, *self.replied})
-            self.bodies[request.id] = request
-            yield self.tell(RequestBody(request))
-            yield Prepare(request.id, request.grammar)
+            yield self.send_aside(RequestBody(request))
+            yield from self.receive_request(request)
         else:
             self.planner.submit(request, self.now)
 
     def peer_prepared(self, message: Prepared) -> Iterator[Effect]:
-        """A rank has compiled a grammar. When all have, the request joins the queue; when one cannot, it ends."""
+        """A rank has made a request's resources. When all have, the request joins the queue; when one cannot, it ends."""
         request, missing = self.preparing.get(message.id, (None, set()))
         if request is None:
             return
@@ -150,11 +154,10 @@ class Leader(Rank):
 
     def unprepare(self, id: int) -> Iterator[Effect]:
         del self.preparing[id]
-        self.bodies.pop(id, None)
-        self.compiled.pop(id, None)
-        yield self.tell(Forget(id))
+        self.replica.forget(id)
+        yield self.send_aside(Forget(id))
 
-    def prepared(self, event: Compiled) -> Iterator[Effect]:
+    def prepared(self, event: ResourcesReady) -> Iterator[Effect]:
         for effect in super().prepared(event):
             assert isinstance(effect, SendReply) and isinstance(effect.reply, Prepared)
             yield from self.peer_prepared(effect.reply)
@@ -164,14 +167,13 @@ class Leader(Rank):
             yield from self.unprepare(event.id)
         elif not self.planner.abort(event.id, event.kept):
             return  # it is in the log, and its end comes from there; or it has ended already
-        elif event.id in self.bodies:
-            self.bodies.pop(event.id)
-            self.compiled.pop(event.id, None)
-            yield self.tell(Forget(event.id))
+        elif event.id in self.replica.bodies:
+            self.replica.forget(event.id)
+            yield self.send_aside(Forget(event.id))
         yield SendToFront(Finished(event.id, "abort"))
 
-    def tell(self, message: RequestBody | Forget) -> Send:
-        """Sends what is no entry; the next entry counts it."""
+    def send_aside(self, message: RequestBody | Forget) -> Send:
+        """Sends a message that is not an entry; the next entry counts it."""
         self.side_messages += 1
         return Send(message)
 
@@ -191,9 +193,8 @@ class Leader(Rank):
                     yield SendToFront(PromptLogprobs(id, start, rows))
         if len(settled.tokens):
             logprobs = outcome.logprobs
-            if logprobs and settled.columns is not None:
-                logprobs = {i: logprobs[c] for i, c in enumerate(settled.columns.tolist()) if c in logprobs}
-            yield SendToFront(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), logprobs or None))
+            found = {i: logprobs[at] for i, at in enumerate(settled.places()) if at in logprobs} if logprobs else None
+            yield SendToFront(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), found or None))
 
     def record_step_time(self, outcome: Outcome) -> None:
         """Learns how long the step took: by its device, or from its launch or the end of the one before it."""
@@ -243,12 +244,10 @@ class Leader(Rank):
         return max(running.at, self.arrived_at) + expected * (1 - LEAD) - self.lead
 
     def write(self, plan: Plan) -> Iterator[Effect]:
-        """Publishes the next entry and does the leader's own part of it."""
+        """Publishes the next entry and does the leader's own part of it; the planner has applied its commands already."""
         for request in plan.admitted:
-            if request.grammar:
-                del self.bodies[request.id]  # followers have had theirs since it was prepared
-            else:
-                yield self.tell(RequestBody(request))
+            if not request.resources:  # else followers have had it since it was prepared
+                yield self.send_aside(RequestBody(request))
         entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step, self.side_messages)
         self.next += 1
         self.side_messages = 0
@@ -256,7 +255,7 @@ class Leader(Rank):
         self.written_at = self.now
         yield Send(entry)
         yield Span("publish", entry.seq)
-        yield from self.calls()
+        yield from self.device_ops()
         for id, cached in plan.started:
             yield SendToFront(Started(id, cached))
         self.ending.extend((entry.seq, ended) for ended in plan.dropped)
@@ -264,10 +263,10 @@ class Leader(Rank):
 
     def launched(self, entry: Entry, batch: Batch) -> None:
         assert entry.step is not None
-        tokens = batch.tokens
-        self.step_timings.append(StepTiming(batch.seq, self.now, load_of(batch, tokens)))
+        load = load_of(batch)
+        self.step_timings.append(StepTiming(batch.seq, self.now, load))
         self.steps[ORDERS[entry.step.order]] += 1
-        self.step_tokens.append(tokens)
+        self.step_tokens.append(load.decodes + load.prompt_tokens)
 
     # --- replies
 
@@ -280,7 +279,7 @@ class Leader(Rank):
             yield from self.compare(reply)
         yield from self.finish()
 
-    def reply(self, reply: Reply) -> Iterator[Effect]:
+    def check_reply(self, reply: Reply) -> Iterator[Effect]:
         """One answer from each follower to each entry, in order; anything else poisons the group."""
         due = self.replied.get(reply.rank)
         if due is None or reply.seq != due + 1 or reply.seq >= self.next:
@@ -319,7 +318,6 @@ class Leader(Rank):
         other = super().copy()
         assert isinstance(other, Leader)
         other.planner = self.planner.copy(other.replica)
-        other.planner.compiled = other.compiled
         for name in ("sealed", "replied", "ending", "step_timings", "steps", "step_tokens"):
             setattr(other, name, getattr(self, name).copy())
         other.preparing = {id: (request, missing.copy()) for id, (request, missing) in self.preparing.items()}

@@ -8,9 +8,9 @@ import numpy as np
 
 from slipstream.errors import Diverged
 from slipstream.process.channel import LeaderEnd
-from slipstream.process.protocol import Finished, Load, Refused, Submit, ToFront, Tokens
+from slipstream.process.protocol import Finished, Load, Refused, Submit, Tokens
 from slipstream.rank.driver import IDLE, Driver, Parts
-from slipstream.rank.events import Aborted, Effect, Poison, Send, SendReply, SendToFront, Submitted, Tick, Wake
+from slipstream.rank.events import Aborted, Poison, Send, SendToFront, Submitted, Tick, Wake
 from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT, Leader
 
@@ -113,8 +113,8 @@ class LeaderDriver(Driver):
         load = Load(
             running=len(replica.requests),
             waiting=machine.waiting,
-            pages_used=replica.pages.held,
-            pages_total=replica.pages.total,
+            pages_used=replica.cache.held,
+            pages_total=replica.cache.total,
             steps=dict(machine.steps),
             host_seconds=dict(self.seconds),
             step_tokens=machine.step_tokens,
@@ -132,28 +132,26 @@ class LeaderDriver(Driver):
     def count(self, phase: str, nanoseconds: int) -> None:
         self.seconds[phase] += nanoseconds * 1e-9
 
-    def talk(self, effect: Effect) -> None:
-        if isinstance(effect, SendToFront):
-            self.tell(effect.message)
-        elif isinstance(effect, Send):
-            self.channel.send(effect.message)
-        elif isinstance(effect, SendReply):
-            self.applied(effect)
-        elif isinstance(effect, Wake):
-            self.wake_at = effect.at
-        elif isinstance(effect, Poison):
-            raise Diverged(effect.reason, effect.rank, effect.entry)
+    def send(self, effect: Send) -> None:
+        self.channel.send(effect.message)
 
-    def tell(self, message: ToFront) -> None:
+    def wake(self, effect: Wake) -> None:
+        self.wake_at = effect.at
+
+    def poison(self, effect: Poison) -> None:
+        raise Diverged(effect.reason, effect.rank, effect.entry)
+
+    def send_to_front(self, effect: SendToFront) -> None:
+        message = effect.message
         if isinstance(message, Tokens):
-            self.tell_tokens(message)
+            self.send_tokens(message)
         elif not isinstance(message, Load):
             last = isinstance(message, Finished | Refused)
             link = self.owner.pop(message.id, None) if last else self.owner.get(message.id)
             if link is not None and not link.closed:
                 link.queue(message)
 
-    def tell_tokens(self, message: Tokens) -> None:
+    def send_tokens(self, message: Tokens) -> None:
         """One message for each front end, with its own requests' columns."""
         links = list(self.fronts.values())
         if len(links) == 1:

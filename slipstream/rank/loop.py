@@ -15,23 +15,23 @@ Serial and asynchronous scheduling differ only in how many steps may be in fligh
 from collections import deque
 from collections.abc import Iterator
 
-from slipstream.errors import Diverged
+from slipstream.errors import BadEntry, Diverged
 from slipstream.log.batch import Batch, Outcome
-from slipstream.log.entries import LATE_SAMPLE, Admit, Drop, Entry, Forget, Prepared, Reply, RequestBody
-from slipstream.log.grammar import Matcher
+from slipstream.log.entries import LATE_SAMPLE, Drop, Entry, Forget, Prepared, Reply, RequestBody
+from slipstream.log.grammar import masks
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled
-from slipstream.log.state import ENDED, PREEMPTED
+from slipstream.log.state import ENDED
 from slipstream.rank.events import (
     Arrived,
-    Compiled,
     Effect,
     Event,
     Launch,
     LaunchForward,
     LaunchSample,
     Prepare,
+    ResourcesReady,
     SendReply,
     Span,
 )
@@ -45,8 +45,6 @@ class Rank:
         self.replica = replica
         self.entries: deque[Entry] = deque()  # written, not applied yet
         self.outcomes: deque[Outcome] = deque()  # arrived, not settled yet
-        self.bodies: dict[int, Request] = {}  # came ahead of their Admit
-        self.compiled: dict[int, Matcher] = {}  # grammars of those, by request id
         self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None  # forward is queued, sampling waits for the second mark
         self.applied = -1
         self.received = -1  # the last entry that came
@@ -54,22 +52,29 @@ class Rank:
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
         """Takes one event and yields what to do about it. `now` (seconds) matters to a leader only."""
+        yield from self.take(event)
+        yield from self.advance()
+
+    def take(self, event: Event) -> Iterator[Effect]:
+        """Takes an event in, without applying anything to the replica yet."""
         if isinstance(event, Entry):
             self.receive(event)
         elif isinstance(event, RequestBody):
             self.side_messages += 1
-            self.bodies[event.request.id] = event.request
-            if event.request.grammar:
-                yield Prepare(event.request.id, event.request.grammar)
-        elif isinstance(event, Compiled):
+            yield from self.receive_request(event.request)
+        elif isinstance(event, ResourcesReady):
             yield from self.prepared(event)
         elif isinstance(event, Forget):
             self.side_messages += 1
-            self.bodies.pop(event.id, None)
-            self.compiled.pop(event.id, None)
+            self.replica.forget(event.id)
         elif isinstance(event, Arrived):
             self.outcomes.append(event.outcome)
-        yield from self.advance()
+
+    def receive_request(self, request: Request) -> Iterator[Effect]:
+        """Takes a request in ahead of its Admit, and prepares what it needs."""
+        self.replica.receive(request)
+        if request.resources:
+            yield Prepare(request.id, request.resources)
 
     def receive(self, entry: Entry) -> None:
         """Takes an entry in. Raises Diverged where a message before it is missing: nothing else would tell of some of them."""
@@ -112,7 +117,10 @@ class Rank:
             if not self.outcomes:
                 return False
             outcome = self.outcomes.popleft()
-            settled = self.replica.settle(outcome)
+            try:
+                settled = self.replica.settle(outcome)
+            except BadEntry as e:
+                raise self.refusal(outcome.seq, e) from e
             yield from self.committed(outcome, settled)
             yield Span("settle", outcome.seq)
         return True
@@ -121,40 +129,34 @@ class Rank:
         """What a settle means to the world: nothing on a follower."""
         return iter(())
 
+    def refusal(self, entry: int, why: BadEntry) -> Diverged:
+        """Digests cannot show an error that all ranks share, so a rank refuses what does not fit its replica."""
+        return Diverged(f"rank {self.rank} refuses entry {entry}: {why}", self.rank, entry)
+
     # --- plan: the commands of a written entry
 
     def apply(self, entry: Entry) -> Iterator[Effect]:
         """Applies an entry's commands; returns, for each drop, whether the request was there."""
-        replica = self.replica
         existed: list[bool] = []
         for command in entry.commands:
-            if isinstance(command, Admit):
-                self.admit(command)
-            elif isinstance(command, Drop):
-                existed.append(replica.drop(command.slot, command.id, command.kept))
-            else:
-                replica.preempt(command.slot, command.keep)
-        yield from self.calls()
+            try:
+                result = self.replica.apply(command)
+            except BadEntry as e:
+                raise self.refusal(entry.seq, e) from e
+            if isinstance(command, Drop):
+                existed.append(bool(result))
+        yield from self.device_ops()
         return tuple(existed)
 
-    def admit(self, command: Admit) -> None:
-        replica = self.replica
-        if replica.phase[command.slot] == PREEMPTED:
-            replica.admit(command.slot, replica.requests[command.slot], [])
-        else:
-            request = self.bodies.pop(command.id)
-            replica.admit(command.slot, request, replica.prompt_keys(request), self.compiled.pop(command.id, None))
-
-    def calls(self) -> Iterator[Effect]:
+    def device_ops(self) -> Iterator[Effect]:
         """What commands ask of the device, in their order."""
-        calls, self.replica.calls = self.replica.calls, []
-        yield from calls
+        ops, self.replica.ops = self.replica.ops, []
+        yield from ops
 
-    def prepared(self, event: Compiled) -> Iterator[Effect]:
-        """A grammar is compiled; the leader admits its request when every rank has said so."""
-        if event.id in self.bodies:
-            if event.matcher is not None:
-                self.compiled[event.id] = event.matcher
+    def prepared(self, event: ResourcesReady) -> Iterator[Effect]:
+        """A request's resources are made; the leader admits it when every rank has reported that."""
+        if event.id in self.replica.bodies:
+            self.replica.prepare(event.id, event.made)
             yield SendReply(Prepared(self.rank, event.id, event.error))
 
     # --- launch
@@ -162,7 +164,10 @@ class Rank:
     def launch(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
         """Queues the entry's step, if it has one, and answers."""
         if entry.step is not None:
-            batch = self.replica.launch(entry.seq, entry.step)
+            try:
+                batch = self.replica.launch(entry.seq, entry.step)
+            except BadEntry as e:
+                raise self.refusal(entry.seq, e) from e
             self.launched(entry, batch)
             if not self.replica.masked(batch):
                 yield Launch(batch)
@@ -191,10 +196,12 @@ class Rank:
 
     def sampling(self, batch: Batch) -> LaunchSample:
         replica = self.replica
-        slots = batch.slots[batch.samples].tolist()
-        over = frozenset(s for s in slots if replica.phase[s] == ENDED)
-        masks = {s: replica.matchers[s].mask() for s in slots if s in replica.matchers and s not in over}
-        return LaunchSample(batch.seq, masks, over)
+        judged = batch.judged
+        rows = list(zip(batch.slots[judged].tolist(), batch.sampled[judged].tolist(), strict=True))
+        over = frozenset(s for s, _ in rows if replica.phase[s] == ENDED)
+        bound = [(s, sampled) for s, sampled in rows if s in replica.matchers and s not in over]
+        found = {s: masks(replica.matchers[s], replica.drafts.get(s, ()), sampled) for s, sampled in bound}
+        return LaunchSample(batch.seq, found, over)
 
     def answer(self, entry: Entry, existed: tuple[bool, ...]) -> Iterator[Effect]:
         self.applied = entry.seq
@@ -206,8 +213,7 @@ class Rank:
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.replica = self.replica.copy()
-        for name in ("entries", "outcomes", "bodies", "compiled"):
-            setattr(other, name, getattr(self, name).copy())
+        other.entries, other.outcomes = self.entries.copy(), self.outcomes.copy()
         return other
 
     def state(self) -> tuple[object, ...]:
@@ -215,9 +221,9 @@ class Rank:
         return (
             self.replica.state(),
             tuple(self.entries),
-            tuple((o.seq, o.tokens.tobytes()) for o in self.outcomes),
-            tuple(self.bodies),
-            tuple(self.compiled),
+            tuple((o.seq, o.tokens.tobytes(), o.accepted.tobytes()) for o in self.outcomes),
+            tuple(self.replica.bodies),
+            tuple(self.replica.prepared),
             self.late and (self.late[0], self.late[2]),
             self.applied,
             self.side_messages,

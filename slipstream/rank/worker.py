@@ -1,6 +1,7 @@
 """A rank's process: `python -m slipstream.rank.worker FD PARENT`; FD is its control socket, PARENT the supervisor's pid."""
 
 import hashlib
+import json
 import os
 import platform
 import sys
@@ -10,18 +11,17 @@ import traceback
 from slipstream import __version__, config
 from slipstream.device.select import build_executor, resolve_device
 from slipstream.errors import ConfigError, ModelError
-from slipstream.log.grammar import MakeMatcher
+from slipstream.log.caches import Limits
 from slipstream.log.replica import Replica
-from slipstream.log.state import Limits
 from slipstream.process.board import Board
 from slipstream.process.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.process.control import MAX_REASON, Control, begin_member, report_ready
 from slipstream.process.protocol import Begin, Fault, Loaded, Setup
 from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
-from slipstream.rank.grammar_compiler import Compiler
 from slipstream.rank.leader import Leader
 from slipstream.rank.leader_driver import LeaderDriver
 from slipstream.rank.loop import Rank
+from slipstream.rank.preparer import Makers, Preparer
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 
@@ -48,42 +48,41 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
     executor, model = build_executor(engine, setup.model_path, setup.rank, setup.size, fds[1], board)
     c = executor.capacity()
     board.set("weight_bytes", c.weight_bytes)
-    control.send(Loaded(c.page_size, c.pages, c.slots, c.max_len, c.weight_bytes, c.host_pages, stamp(setup.engine, model)))
+    control.send(Loaded(c.limits, c.weight_bytes, stamp(setup.engine, model)))
     got = control.receive()
     if got is None:
         return 0
     begin, _ = got
     assert isinstance(begin, Begin)
-    compiler = Compiler(lambda: open_matchers(engine, setup.model_path))
-    compiler.open()
-    executor.start(begin.pages, begin.slots, begin.max_len, begin.host_pages)
-    compiler.wait_open()
+    preparer = Preparer(lambda: open_makers(engine, setup.model_path))
+    preparer.open()
+    executor.start(begin.limits)
+    preparer.wait_open()
     board.set("beat_ns", time.monotonic_ns())
-    parts = Parts(executor, control, board, compiler, spare_cores(setup.size))
-    driver = build_driver(engine, setup, begin, parts, fds[2:])
+    parts = Parts(executor, control, board, preparer, spare_cores(setup.size))
+    driver = build_driver(engine, setup, begin.limits, parts, fds[2:])
     report_ready(control, board)
     code = driver.run()
     os._exit(code)  # device threads may hang in a sum that a dead peer will never finish
 
 
-def open_matchers(engine: config.EngineConfig, model_path: str) -> MakeMatcher:
-    """What compiles grammars for this model's vocabulary."""
-    from slipstream.grammar.matcher import open_maker  # on the compiler's thread: it loads a tokenizer
+def open_makers(engine: config.EngineConfig, model_path: str) -> Makers:
+    """What makes the resources of this model's requests."""
+    from slipstream.grammar.matcher import open_maker  # on the preparer's thread: it loads a tokenizer
 
-    return open_maker(engine, model_path)
+    return {"grammar": open_maker(engine, model_path)}
 
 
 def stamp(engine: str, model: dict) -> str:
     """What must be equal on all ranks: code, libraries, configuration, the model's config."""
     torch = sys.modules.get("torch")
     libraries = f"{__version__} {platform.python_version()} {getattr(torch, '__version__', '-')}"
-    return f"{libraries} {hashlib.blake2b((engine + repr(sorted(model))).encode(), digest_size=8).hexdigest()}"
+    text = engine + json.dumps(model, sort_keys=True, default=str)
+    return f"{libraries} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
-def build_driver(engine: config.EngineConfig, setup: Setup, begin: Begin, parts: Parts, channel_fds: list[int]) -> Driver:
+def build_driver(engine: config.EngineConfig, setup: Setup, limits: Limits, parts: Parts, channel_fds: list[int]) -> Driver:
     """The machine of this rank with what drives it."""
-    caching = engine.enable_prefix_caching
-    limits = Limits(begin.pages, begin.slots, begin.max_len, begin.page_size, caching, begin.host_pages)
     replica = Replica(limits)
     rings = [Ring(memory, event) for memory, event in zip(channel_fds[0::2], channel_fds[1::2], strict=True)]
     if setup.rank:

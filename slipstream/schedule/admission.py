@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
+from slipstream.log.tables import Hit
 from slipstream.schedule.prefill_order import PendingPrefill, PrefillOrder
 from slipstream.schedule.queue import Queue, Waiting
 
@@ -44,7 +45,7 @@ class Admission:
         if not len(self.queue) or not self.replica.free_slots:
             return True
         at = self._full_at
-        return at is not None and self.replica.pages.available <= at[0] and len(self.replica.free_slots) <= at[1]
+        return at is not None and self.replica.cache.available <= at[0] and len(self.replica.free_slots) <= at[1]
 
     def push(self, request: Request, now: float) -> None:
         self.queue.push(request, now, request.prompt_len <= self.short)
@@ -73,7 +74,7 @@ class Admission:
             if head.passed >= BYPASSES:
                 break
         if for_pages and not self.queue.unasked:
-            self._full_at = (self.replica.pages.available, len(self.replica.free_slots))
+            self._full_at = (self.replica.cache.available, len(self.replica.free_slots))
         return None
 
     def _candidates(self, crowded: bool) -> Iterator[Waiting]:
@@ -116,8 +117,8 @@ class Admission:
             return True
         page = -(-(request.prompt_len - self.short) // self.replica.limits.page_size) - 1
         keys = self.keys(waiting) if request.sampling.prompt_logprobs < 0 else []
-        pages = self.replica.pages
-        return page < len(keys) and keys[page] in pages.index and len(pages.find(keys[: page + 1])) > page
+        cache = self.replica.cache
+        return page < len(keys) and cache.known(keys[page]) and self._cached(request, request.prompt_len, keys).columns > page
 
     def keys(self, waiting: Waiting) -> list[bytes]:
         """The content keys of its prompt's pages, hashed when it is first looked at."""
@@ -126,11 +127,10 @@ class Admission:
             self._hashed += len(waiting.keys)
         return waiting.keys
 
-    def _cached(self, request: Request, known: int, keys: list[bytes]) -> list[int]:
-        """The pages in the cache that it may read of its first `known` tokens, of which one is always computed."""
-        if request.sampling.prompt_logprobs >= 0:
-            return []
-        return self.replica.pages.find(keys[: (known - 1) // self.replica.limits.page_size])
+    def _cached(self, request: Request, known: int, keys: list[bytes]) -> Hit:
+        """What it may use of the cache for its first `known` tokens, of which one is always computed."""
+        most = (known - 1) // self.replica.limits.page_size if request.sampling.prompt_logprobs < 0 else 0
+        return self.replica.cache.find(keys[:most])
 
     def _computed_soon(self, waiting: Waiting, prefills: PrefillOrder) -> bool:
         """Whether pages that this prompt misses are computed for another one, before this one's turn would come.
@@ -140,20 +140,20 @@ class Admission:
         replica, request = self.replica, waiting.request
         if waiting.awaits is not None:
             id, key, left = waiting.awaits
-            if key not in replica.pages.index and prefills.goes_before(id, pending_prefill(waiting, left)):
+            if not replica.cache.known(key) and prefills.goes_before(id, pending_prefill(waiting, left)):
                 return True
             waiting.awaits = None
         if not replica.prefilling:
             return False
         page_size = replica.limits.page_size
         keys = self.keys(waiting)[: (request.prompt_len - 1) // page_size]
-        found = len(self._cached(request, request.prompt_len, keys))
+        found = self._cached(request, request.prompt_len, keys).columns
         if found == len(keys) or request.sampling.prompt_logprobs >= 0:
             return False
         for slot in replica.prefilling:
             own = replica.keys[slot]
-            most = min(int(replica.target[slot]) // page_size, len(own), len(keys))
-            if int(replica.launched[slot]) // page_size <= found < most and own[found] == keys[found]:
+            most = min(int(replica.bound[slot]) // page_size, len(own), len(keys))
+            if int(replica.computed[slot]) // page_size <= found < most and own[found] == keys[found]:
                 common = next((i for i in range(found, most) if own[i] != keys[i]), most)
                 # what both have counts twice: were this one to go first, both would compute it
                 left = request.prompt_len + (common - 2 * found) * page_size
@@ -165,11 +165,13 @@ class Admission:
     def fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
         """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
         replica = self.replica
-        pages = replica.pages
-        cached = self._cached(request, known, keys)
-        need = -(-known // replica.limits.page_size) - len(cached) + sum(pages.refs[p] == 0 for p in cached)
+        cache, columns = replica.cache, replica.limits.pages_of(known)
+        lacking = cache.lacking(self._cached(request, known, keys), columns)
         running = len(replica.decoding) + len(replica.prefilling)
-        return need + min(running, pages.total // 50 + 1) <= pages.available if running else need <= pages.available
+        return all(
+            need + (min(running, t.pages.total // 50 + 1) if running else 0) <= t.pages.available
+            for need, t in zip(lacking, cache.tables, strict=True)
+        )
 
     def copy(self, replica: Replica, queue: Queue) -> "Admission":
         other = type(self).__new__(type(self))

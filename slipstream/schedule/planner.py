@@ -1,8 +1,8 @@
 """The planner: which requests join, which rows run, who yields its pages. The leader's alone.
 
 Order of a plan: drop what has ended or gone, return preempted requests, admit waiting ones, make room for the decoding rows,
-cut chunks of prompts into what is left of the budget. It changes the leader's replica through the replica's own methods and
-records each call as a command, so that followers do the same.
+cut chunks of prompts into what is left of the budget. It tries each command on the leader's replica by applying it, as
+followers will when they read it.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.log.entries import LATE_SAMPLE, NO_OVERLAP, OVERLAP, Admit, Command, Drop, Preempt, Step
-from slipstream.log.grammar import Matcher
+from slipstream.log.entries import LATE_SAMPLE, NO_OVERLAP, OVERLAP, Admit, Command, Drop, Preempt, Step, named
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.state import ENDED, PREEMPTED, Ended
@@ -58,13 +57,13 @@ class Planner:
         self.queue = Queue(max_queue)
         self.admission = Admission(replica, self.queue)
         self.copy_seconds = copy_seconds
-        self.compiled: dict[int, Matcher] = {}  # the leader's: matchers of waiting requests that have a grammar, by request id
         self.counters = Counters()
         self.aborted: dict[int, int] = {}  # request id -> kept tokens, of clients that left
         self.slot_of: dict[int, int] = {}  # request id -> slot
         self.arrival: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
         self._last = PrefillShare(0, [], -1, 0.0)  # of the last step that had prompts
+        self._width = 1  # of this plan's decode rows
 
     # --- what comes in
 
@@ -85,6 +84,7 @@ class Planner:
     def plan(self, depth: int) -> Plan:
         """The next entry. `depth`: steps in flight that are not settled."""
         plan = Plan()
+        self._width = self.row_width()
         self.admission.begin()
         self._drop(plan)
         decoding = self._decode_rows()
@@ -98,11 +98,19 @@ class Planner:
             share = self._share(decoding, self._turns())
         if share.rows:
             self._last = share
-            if any(start + count == self.replica.target[slot] for slot, start, count in share.rows):
+            if any(start + count == self.replica.bound[slot] for slot, start, count in share.rows):
                 self.admission.reopen()  # who begins alike needs fewer pages now
         if len(decoding) or share.rows:
             plan.step = self._step(decoding, share.rows, depth)
         return plan
+
+    def _apply(self, plan: Plan, command: Command) -> int:
+        plan.commands.append(command)
+        return self.replica.apply(command)
+
+    def row_width(self) -> int:
+        """Tokens that a decode row of the next step may give: one and the drafts that it verifies."""
+        return self.replica.limits.width
 
     def _droppable(self, slot: int) -> bool:
         return int(self.replica.last_row[slot]) <= self.replica.settled_to
@@ -118,9 +126,8 @@ class Planner:
 
     def _drop_one(self, plan: Plan, ended: Ended, kept: int) -> None:
         slot, id = ended.slot, ended.id
-        existed = self.replica.drop(slot, id, kept)
+        existed = self._apply(plan, Drop(slot, id, kept))
         assert existed, f"request {id} is not in slot {slot}"
-        plan.commands.append(Drop(slot, id, kept))
         plan.dropped.append(ended)
         self.admission.reopen()
         del self.slot_of[id], self.arrival[slot]
@@ -130,9 +137,10 @@ class Planner:
     def _decode_rows(self) -> np.ndarray:
         """Decoding slots that get a row: all, or the longest idle ones when they exceed the budget."""
         decoding = self.replica.decoding
-        if len(decoding) <= self.budget.cap:
+        most = max(self.budget.cap // self._width, 1)
+        if len(decoding) <= most:
             return decoding
-        oldest = np.argsort(self.replica.last_row[decoding], kind="stable")[: self.budget.cap]
+        oldest = np.argsort(self.replica.last_row[decoding], kind="stable")[:most]
         return decoding[np.sort(oldest)]
 
     # --- joining
@@ -142,16 +150,16 @@ class Planner:
         for slot in list(self.preempted):
             if replica.phase[slot] != PREEMPTED:  # it ended by the token that was in flight
                 self.preempted.remove(slot)
-            elif replica.committed[slot] == replica.target[slot]:
-                if not self.admission.fits(replica.requests[slot], int(replica.target[slot]), replica.keys[slot]):
+            elif not replica.pending(slot):
+                if not self.admission.fits(replica.requests[slot], int(replica.committed[slot]), replica.keys[slot]):
                     break
                 self.preempted.remove(slot)
-                self._seat(plan, slot, replica.requests[slot], [])
+                self._apply(plan, Admit(slot, int(replica.ids[slot])))
             else:
                 break
 
     def _admit(self, plan: Plan, room: int, prefills: PrefillOrder) -> None:
-        """Seats waiting requests. What a plan seats is bounded, so that it takes the host no longer than a step the device."""
+        """Admits waiting requests, a bounded number, so that a plan takes the host no longer than a step takes the device."""
         admission, most = self.admission, 2 * self.admission.long_under_way
         before = self.arrival[self.preempted[0]] if self.preempted else None
         tokens, long = prefills.left, prefills.longer_than(admission.short)
@@ -169,23 +177,20 @@ class Planner:
             joined += left + cached // 4
 
     def _join(self, plan: Plan, chosen: Waiting, prefills: PrefillOrder) -> int:
-        """Seats a waiting request; how many tokens of its prompt the cache holds."""
+        """Admits a waiting request; returns how many tokens of its prompt the cache holds."""
         request = chosen.request
         self.queue.remove(request.id)
         slot = self.replica.free_slots[-1]
         plan.admitted.append(request)
         self.arrival[slot] = chosen.arrival
         self.slot_of[request.id] = slot
-        cached = self._seat(plan, slot, request, self.admission.keys(chosen))
+        self.replica.receive(request, self.admission.keys(chosen))
+        cached = self._apply(plan, Admit(slot, request.id))
         prefills.add(PendingPrefill(slot, request.id, request.prompt_len - cached, chosen.arrival, request.priority))
         plan.started.append((request.id, cached))
         self.counters.prefix_queries += request.prompt_len
         self.counters.prefix_hits += cached
         return cached
-
-    def _seat(self, plan: Plan, slot: int, request: Request, keys: list[bytes]) -> int:
-        plan.commands.append(Admit(slot, request.id))
-        return self.replica.admit(slot, request, keys, self.compiled.pop(request.id, None))
 
     def _turns(self) -> PrefillOrder:
         """Of the prompts under way."""
@@ -194,7 +199,7 @@ class Planner:
             PendingPrefill(
                 slot,
                 int(replica.ids[slot]),
-                int(replica.target[slot] - replica.launched[slot]),
+                int(replica.bound[slot] - replica.computed[slot]),
                 self.arrival[slot],
                 replica.requests[slot].priority,
             )
@@ -205,45 +210,53 @@ class Planner:
     # --- rows
 
     def _make_room(self, plan: Plan, decoding: np.ndarray) -> np.ndarray:
-        """Sees to it that the decoding rows that begin a page get one.
+        """Makes sure that the decoding rows that reach beyond their pages get more.
 
         Short of pages, rows first wait for those that the next settles free; only then do others yield theirs, lowest
         priority and newest first.
         """
         replica = self.replica
-        wants = replica.pages_wanted(decoding)
-        lacking = int(np.count_nonzero(wants)) - replica.pages.available
-        if lacking <= 0:
+        wanted = replica.columns_wanted(decoding, self._width)
+        if not wanted or wanted <= replica.cache.available:
             return decoding
+        lacking = wanted - replica.cache.available
         if self._pages_are_coming():
-            wanting = decoding[wants][: replica.pages.available]
-            return decoding[~wants | np.isin(decoding, wanting)]
+            return self._rows_that_fit(decoding)
         while lacking > 0:
             running = [*replica.prefilling, *replica.decoding.tolist()]
             victim = max(running, key=lambda slot: self.arrival[slot])
-            keep = self._copying_is_cheaper(victim)
-            replica.preempt(victim, keep)
-            plan.commands.append(Preempt(victim, keep))
+            self._apply(plan, Preempt(victim, self._copying_is_cheaper(victim)))
             self.counters.preemptions += 1
             self.preempted.append(victim)
             self.preempted.sort(key=lambda slot: self.arrival[slot])
             decoding = decoding[decoding != victim]
-            lacking = int(np.count_nonzero(replica.pages_wanted(decoding))) - replica.pages.available
+            lacking = replica.columns_wanted(decoding, self._width) - replica.cache.available
         return decoding
+
+    def _rows_that_fit(self, decoding: np.ndarray) -> np.ndarray:
+        """Those that need no page, and of the others as many as there are pages for."""
+        left = self.replica.cache.available
+        fit = ~self.replica.wants_pages(decoding, self._width)
+        for i in np.flatnonzero(~fit).tolist():
+            left -= self.replica.columns_wanted(decoding[i : i + 1], self._width)
+            if left < 0:
+                break
+            fit[i] = True
+        return decoding[fit]
 
     def _pages_are_coming(self) -> bool:
         """Whether a request that has had its last row, settled or in flight, still holds pages: its drop gives them back."""
         replica = self.replica
         slots = np.fromiter(replica.requests, np.intp, len(replica.requests))
-        over = (replica.phase[slots] == ENDED) | (replica.target[slots] >= replica.limit[slots])
+        over = (replica.phase[slots] == ENDED) | (replica.sure[slots] >= replica.limit[slots])
         return bool(replica.held[slots[over]].any())
 
     def _copying_is_cheaper(self, slot: int) -> bool:
         """Whether a victim's pages should go to the host rather than be computed again, by measured rates."""
         replica = self.replica
-        tokens = int(replica.launched[slot])
-        pages = -(-tokens // replica.limits.page_size)
-        if not pages or pages > len(replica.free_host):
+        tokens = int(replica.computed[slot])
+        pages = replica.limits.pages_of(tokens)
+        if not pages or not replica.host_fits(slot):
             return False
         return self.copy_seconds * pages < self.budget.cost(tokens / 2) * tokens
 
@@ -255,14 +268,15 @@ class Planner:
         """
         waiting = prefills.left
         context = self._last.context
-        room = self.budget.prompt_tokens(len(decoding), context, waiting)
+        decode_tokens = len(decoding) * self._width
+        room = self.budget.prompt_tokens(decode_tokens, context, waiting)
         rows = self._cut(prefills, room)
         for again in (False, True):
             tokens = sum(count for _, _, count in rows)
             if not tokens:
                 break
             context = sum(start * count for _, start, count in rows) / tokens
-            priced = self.budget.prompt_tokens(len(decoding), context, waiting)
+            priced = self.budget.prompt_tokens(decode_tokens, context, waiting)
             if priced == room or (again and priced > room):
                 break
             room = priced
@@ -270,20 +284,26 @@ class Planner:
         return PrefillShare(room, rows, prefills.first.id if prefills.first else -1, context)
 
     def _cut(self, prefills: PrefillOrder, room: int) -> list[tuple[int, int, int]]:
-        return [(slot, int(self.replica.launched[slot]), count) for slot, count in prefills.cut(room).items()]
+        cut = ((slot, int(self.replica.computed[slot]), count) for slot, count in prefills.cut(room).items())
+        return [(slot, start, self._to_snapshot(start, count)) for slot, start, count in cut]
+
+    def _to_snapshot(self, start: int, count: int) -> int:
+        """A chunk's tokens, fewer where it then ends at the last place at which per-slot state is saved."""
+        every = self.replica.limits.snapshot_tokens
+        last = (start + count) // every * every if every and self.replica.limits.snapshots else 0
+        return last - start if last > start else count
 
     def _step(self, decoding: np.ndarray, rows: list[tuple[int, int, int]], depth: int) -> Step:
         replica = self.replica
         whole = decoding is replica.decoding or len(decoding) == len(replica.decoding)
+        width = self._width
+        known = [(s, start, count, int(start + count == replica.bound[s])) for s, start, count in rows]
         if not whole:
-            rows = [(int(s), int(replica.launched[s]), 1) for s in decoding] + rows
+            known = [(s, int(replica.computed[s]), width, width) for s in decoding.tolist()] + known
         order = OVERLAP if depth else NO_OVERLAP
         if depth and self._needs_masks(decoding):
             order = LATE_SAMPLE
-        if not rows:
-            return Step(order, True)
-        columns = np.array(rows, "<i4").T
-        return Step(order, whole, columns[0].tobytes(), columns[1].tobytes(), columns[2].tobytes())
+        return Step(order, width if whole and len(decoding) else 0, named(known) if known else b"")
 
     def _needs_masks(self, decoding: np.ndarray) -> bool:
         """Whether a row's mask depends on a token that is still in flight."""

@@ -68,12 +68,13 @@ class BadExecutor:
     def capacity(self):
         capacity = self._executor.capacity()
         if starts_with("less memory"):
-            return dataclasses.replace(capacity, pages=capacity.pages // 3, slots=2)
+            tables = tuple(t._replace(pages=t.pages // 3) for t in capacity.limits.tables)
+            return dataclasses.replace(capacity, limits=capacity.limits._replace(tables=tables, slots=2))
         return capacity
 
-    def admit(self, slot, request) -> None:
+    def init_slot(self, slot, request) -> None:
         strike("admit")
-        self._executor.admit(slot, request)
+        self._executor.init_slot(slot, request)
 
     def launch(self, batch) -> None:
         strike("launch")

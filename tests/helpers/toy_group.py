@@ -12,22 +12,30 @@ from zlib import crc32
 
 import numpy as np
 
-from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
+from slipstream.log.batch import Batch, DeviceOp, InitSlot, Offload, Outcome, Restore, SetState
+from slipstream.log.caches import Limits, one_table
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request, SamplingParams
-from slipstream.log.state import ENDED, FREE, PREEMPTED, RUNNING, Limits
+from slipstream.log.state import ENDED, FREE, PREEMPTED, RUNNING
+from slipstream.log.tables import PageTable
 from slipstream.process.protocol import Finished, Refused, Started, Tokens
+from slipstream.rank.effects import Interpreter
 from slipstream.rank.events import (
     Aborted,
     Arrived,
-    Effect,
+    DeviceEffect,
     Launch,
+    LaunchForward,
+    LaunchSample,
     Poison,
+    Prepare,
     Send,
     SendReply,
     SendToFront,
+    Span,
     Submitted,
     Tick,
+    Wake,
 )
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
@@ -56,64 +64,124 @@ def expected(r: Request) -> list[int]:
 
 
 class ToyDevice:
+    """Refuses a row that would read a page or a state whose contents are not those of its own tokens."""
+
     def __init__(self, limits: Limits):
+        self.limits = limits
         self.page_size = limits.page_size
-        self.page_table: dict[int, dict[int, int]] = {}
+        self.page_tables: list[dict[int, dict[int, int]]] = [{} for _ in limits.tables]  # of each table: slot -> column -> page
         self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, int] = {}  # slot -> the request's limit
         self.sums: dict[int, list[int]] = {}  # by slot and position: checksum of the tokens through it
-        self.kv: dict[tuple[int, int], int] = {}  # (page, offset) -> checksum
-        self.host: dict[tuple[int, int], int | None] = {}
+        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in limits.tables]  # (page, offset) -> checksum
+        self.host: list[dict[tuple[int, int], int | None]] = [{} for _ in limits.tables]
+        self.state: dict[int, int] = {}  # slot -> checksum of the tokens that its state stands for
+        self.snapshots = {0: 0}
         self.computed = 0  # tokens of prompts and answers that went through the model
 
-    def seat(self, slot: int, r: Request) -> None:
-        self.tokens[slot] = np.frombuffer(r.prompt, "<i4").tolist()
-        self.page_table[slot] = {}
-        sums, crc = [], 0
-        for token in self.tokens[slot]:
-            crc = crc32(np.int32(token).tobytes(), crc)
-            sums.append(crc)
-        self.sums[slot] = sums
-
-    def copy(self, from_device: bool, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
-        for page, h in zip(pages, host, strict=True):
-            for i in range(self.page_size):
-                if from_device:
-                    self.host[h, i] = self.kv.get((page, i))
-                elif self.host.get((h, i)) is not None:
-                    self.kv[page, i] = self.host[h, i]  # type: ignore[assignment]
+    def queue(self, op: DeviceOp) -> None:
+        """Carries out what commands ask for, in the order of the stream."""
+        match op:
+            case InitSlot(slot, r):
+                self.tokens[slot] = np.frombuffer(r.prompt, "<i4").tolist()
+                self.ends[slot] = r.prompt_len + r.max_tokens
+                self.state[slot] = 0
+                for table in self.page_tables:
+                    table[slot] = {}
+                sums, crc = [], 0
+                for token in self.tokens[slot]:
+                    crc = crc32(np.int32(token).tobytes(), crc)
+                    sums.append(crc)
+                self.sums[slot] = sums
+            case SetState(slot, snapshot):
+                self.state[slot] = self.snapshots[snapshot]
+            case Offload(t, pages, host):
+                for page, h in zip(pages, host, strict=True):
+                    self.host[t].update({(h, i): self.kv[t].get((page, i)) for i in range(self.page_size)})
+            case Restore(t, host, pages):
+                for page, h in zip(pages, host, strict=True):
+                    kept = ((i, self.host[t].get((h, i))) for i in range(self.page_size))
+                    self.kv[t].update({(page, i): value for i, value in kept if value is not None})
 
     def run(self, batch: Batch) -> Outcome:
-        for slot, column, page in batch.pages.tolist():
+        for t, slot, column, page in batch.pages.tolist():
             assert page > 0, "the null page was handed out"
-            self.page_table[slot][column] = page
-        rows = list(
-            zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), batch.samples.tolist(), strict=True)
-        )
+            self.page_tables[t][slot][column] = page
+        columns = (batch.slots, batch.starts, batch.counts, batch.sampled)
+        rows = list(zip(*(c.tolist() for c in columns), strict=True))
         assert len({r[0] for r in rows}) == len(rows), "two rows of one slot in a step"
-        for slot, start, _, _ in rows:
-            for at in range(start):
-                found = self.kv.get((self.page_table[slot][at // self.page_size], at % self.page_size))
-                assert found == self.sums[slot][at], f"slot {slot} would read what is not there at position {at} of {start}"
-        written: set[tuple[int, int]] = set()
-        sampled = []
-        for slot, start, count, samples in rows:
-            for at in range(start, start + count):
-                place = (self.page_table[slot][at // self.page_size], at % self.page_size)
-                assert place not in written, "two rows of one step write the same place"
-                written.add(place)
-                self.kv[place] = self.sums[slot][at]
+        # a decode row begins at the device's own length: its entry names the most that this can be
+        rows = [(s, len(self.tokens[s]) - 1 if i < batch.decodes else a, n, w) for i, (s, a, n, w) in enumerate(rows)]
+        for slot, start, count, _ in rows:
+            self._check_reads(slot, start, count)
+        written: set[tuple[int, int, int]] = set()
+        n = len(batch.judged)
+        outcome = Outcome(batch.seq, np.full((n, max(batch.width, 1)), -1, np.int32), np.ones(n, np.int32))
+        judged = 0
+        for slot, start, count, sampled in rows:
+            values = self._values(slot, start, count)
+            for at, value in enumerate(values, start):
+                if at < self.ends[slot]:
+                    self._write(slot, at, value, written)
             self.computed += count
-            if samples:
-                end = start + count
-                crc = self.sums[slot][end - 1]
-                del self.tokens[slot][end:], self.sums[slot][end:]
-                self.tokens[slot].append(crc % VOCAB)
-                self.sums[slot].append(crc32(np.int32(crc % VOCAB).tobytes(), crc))
-                sampled.append(crc % VOCAB)
-        return Outcome(batch.seq, np.array(sampled, np.int32))
+            if sampled:
+                given = self._judge(slot, start + count - sampled, sampled)
+                outcome.tokens[judged, : len(given)] = given
+                outcome.accepted[judged] = len(given)
+                judged += 1
+            last = len(self.tokens[slot]) - 2 if sampled else start + count - 1
+            self.state[slot] = self.sums[slot][last]
+        self.snapshots.update((snapshot, self.state[slot]) for slot, snapshot in batch.saves)
+        return outcome
+
+    def _check_reads(self, slot: int, start: int, count: int) -> None:
+        for t, (table, limits) in enumerate(zip(self.page_tables, self.limits.tables, strict=True)):
+            first = max(0, start - limits.window + 1) if limits.window else 0
+            for at in range(first, start):
+                found = self.kv[t].get((table[slot][at // self.page_size], at % self.page_size))
+                assert found == self.sums[slot][at], f"slot {slot} would read what is not there at position {at} of {start}"
+        if self.limits.snapshot_tokens:
+            want = self.sums[slot][start - 1] if start else 0
+            assert self.state[slot] == want, f"slot {slot} has not the state of its first {start} tokens"
+
+    def _write(self, slot: int, at: int, value: int, written: set[tuple[int, int, int]]) -> None:
+        for t, table in enumerate(self.page_tables):
+            place = (t, table[slot][at // self.page_size], at % self.page_size)
+            assert place not in written, "two rows of one step write the same place"
+            written.add(place)
+            self.kv[t][place[1:]] = value
+
+    def _values(self, slot: int, start: int, count: int) -> list[int]:
+        """What a row leaves in its pages: the checksum of each position; of a wrong draft, and from there on, another value."""
+        known = self.sums[slot][start : start + count]
+        return known + [self._draft_sum(slot, start + i) for i in range(len(known), count)]
+
+    def _draft_sum(self, slot: int, at: int) -> int:
+        crc = self.sums[slot][-1]
+        for _ in range(len(self.sums[slot]), at + 1):
+            crc = crc32(np.int32(crc % VOCAB).tobytes(), crc) ^ (0 if _right(crc) else 1)
+        return crc
+
+    def _judge(self, slot: int, start: int, sampled: int) -> list[int]:
+        """The tokens that a row gives, from position start + 1 on: as many drafts as are right, and the one after."""
+        del self.tokens[slot][start + 1 :], self.sums[slot][start + 1 :]
+        given: list[int] = []
+        while len(given) < max(1, min(sampled, self.ends[slot] - start - 1)):
+            crc = self.sums[slot][-1]
+            given.append(crc % VOCAB)
+            self.tokens[slot].append(crc % VOCAB)
+            self.sums[slot].append(crc32(np.int32(crc % VOCAB).tobytes(), crc))
+            if not _right(crc):
+                break
+        return given
 
 
-class ToyGroup:
+def _right(crc: int) -> bool:
+    """Whether the draft after the tokens with this checksum is the token that follows."""
+    return crc32(crc.to_bytes(4, "little")) % 3 != 0
+
+
+class ToyGroup(Interpreter):
     def __init__(
         self,
         size: int = 1,
@@ -127,8 +195,9 @@ class ToyGroup:
         max_queue: int = 1000,
         caching: bool = True,
         host_pages: int = 0,
+        limits: Limits | None = None,
     ):
-        limits = Limits(pages, slots, max_len, page_size, caching, host_pages)
+        limits = limits or one_table(pages, slots, max_len, page_size, caching, host_pages)
         self.replica = Replica(limits)
         self.planner = Planner(self.replica, Budget(cap, target), max_queue)
         self.leader = Leader(self.replica, self.planner, size, asynchronous)
@@ -137,6 +206,7 @@ class ToyGroup:
         self.queues: list[deque] = [deque() for _ in self.ranks]
         self.mail: deque[tuple[int, Any]] = deque()
         self.now = 0.0
+        self.acting = 0  # the rank whose effects are carried out
         self.batches: list[Batch] = []  # as the leader launched them
         self.entries: list[Any] = []
         self.tokens: dict[int, list[int]] = {}
@@ -170,10 +240,7 @@ class ToyGroup:
                 if isinstance(what, Batch):
                     self._on(rank, Arrived(device.run(what)))
                     break
-                if isinstance(what, InitSlot):
-                    device.seat(what.slot, what.request)
-                else:
-                    device.copy(isinstance(what, Offload), what.pages, what.host)
+                device.queue(what)
         self._on(0, Tick())
         for rank in self.ranks:
             check(rank.replica)
@@ -192,28 +259,42 @@ class ToyGroup:
         self.mail.append((rank, event))
         while self.mail:
             to, what = self.mail.popleft()
-            for effect in self.ranks[to].on(what, self.now):
-                self._perform(to, effect)
+            self.acting = to
+            self.perform(self.ranks[to].on(what, self.now))
 
-    def _perform(self, rank: int, effect: Effect) -> None:
+    def device(self, effect: DeviceEffect) -> None:
         if isinstance(effect, Launch):
-            self.queues[rank].append(effect.batch)
-            if not rank:
+            self.queues[self.acting].append(effect.batch)
+            if not self.acting:
                 self.batches.append(effect.batch)
-        elif isinstance(effect, InitSlot | Offload | Restore):
-            self.queues[rank].append(effect)
-        elif isinstance(effect, Send):
-            self.entries.append(effect.message)
-            self.mail.extend((i, effect.message) for i in range(1, len(self.ranks)))
-        elif isinstance(effect, SendReply):
-            if rank:
-                self.mail.append((0, effect.reply))
-        elif isinstance(effect, SendToFront):
-            self._tell(effect.message)
-        elif isinstance(effect, Poison):
-            raise AssertionError(effect.reason)
+        else:
+            assert not isinstance(effect, LaunchForward | LaunchSample), "this group has no grammars"
+            self.queues[self.acting].append(effect)
 
-    def _tell(self, m: Any) -> None:
+    def send(self, effect: Send) -> None:
+        self.entries.append(effect.message)
+        self.mail.extend((i, effect.message) for i in range(1, len(self.ranks)))
+
+    def reply(self, effect: SendReply) -> None:
+        if self.acting:
+            self.mail.append((0, effect.reply))
+
+    def send_to_front(self, effect: SendToFront) -> None:
+        self._receive(effect.message)
+
+    def poison(self, effect: Poison) -> None:
+        raise AssertionError(effect.reason)
+
+    def prepare(self, effect: Prepare) -> None:
+        raise AssertionError("this group has no grammars")
+
+    def wake(self, effect: Wake) -> None:
+        """A turn of the group is a tick anyway."""
+
+    def span(self, effect: Span) -> None:
+        """Nobody times this group."""
+
+    def _receive(self, m: Any) -> None:
         if isinstance(m, Tokens):
             for id, token in zip(np.frombuffer(m.ids, "<i8").tolist(), np.frombuffer(m.tokens, "<i4").tolist(), strict=True):
                 assert id not in self.ends, f"a token of request {id} after its end"
@@ -242,37 +323,49 @@ class ToyGroup:
         for _ in range(5):
             self.turn()
         for rank in self.ranks:
-            assert rank.replica.pages.held == 0 and not rank.replica.requests and not rank.replica.flights
-            assert len(rank.replica.free_slots) == rank.replica.limits.slots
-            assert len(rank.replica.free_host) == rank.replica.limits.host_pages
-            assert rank.replica.digest == self.replica.digest
+            replica = rank.replica
+            assert replica.cache.held == 0 and not replica.requests and not replica.flights and not replica.unpublished
+            assert replica.cache.snapshots.held == 0 and not replica.drafts
+            assert len(replica.free_slots) == replica.limits.slots
+            for table, limits in zip(replica.cache.tables, replica.limits.tables, strict=True):
+                assert len(table.free_host) == limits.host_pages
+            assert replica.digest == self.replica.digest
 
 
 def check(replica: Replica) -> None:
     """The invariants of a replica, at any time between two events."""
-    pages, page_size = replica.pages, replica.limits.page_size
-    refs = [0] * (pages.total + 1)
+    for table in replica.cache.tables:
+        check_table(replica, table)
+    check_pages(replica.cache.snapshots)
     for slot, phase in enumerate(replica.phase.tolist()):
         held = int(replica.held[slot])
-        for page in replica.page_table[slot, :held].tolist():
-            assert page > 0
-            refs[page] += 1
-        launched, target, limit, committed = (
-            int(c[slot]) for c in (replica.launched, replica.target, replica.limit, replica.committed)
+        computed, committed, sure, bound, limit = (
+            int(c[slot]) for c in (replica.computed, replica.committed, replica.sure, replica.bound, replica.limit)
         )
         assert (phase == FREE) == (slot in replica.free_slots) == (slot not in replica.requests)
         if phase == FREE:
             assert not held
             continue
-        assert launched <= target <= limit and committed <= target
-        assert held * page_size >= launched or phase in (PREEMPTED,)
+        assert computed <= bound and committed <= sure <= bound and committed <= limit
+        if replica.limits.width == 1:
+            assert sure == bound <= limit
+        assert held * replica.limits.page_size >= min(computed, limit) or phase == PREEMPTED
         assert (slot in replica.decoding) + (slot in replica.prefilling) <= (phase == RUNNING)
         if phase == PREEMPTED:
-            assert not held and not launched
+            assert not held and not computed
         if phase == ENDED:
             assert any(e.slot == slot for e in replica.ended)
-    assert refs == pages.refs, "block tables and reference counts differ"
-    check_pages(pages)
+
+
+def check_table(replica: Replica, table: PageTable) -> None:
+    """Every page is referenced as often as the rows of slots name it."""
+    refs = [0] * (table.pages.total + 1)
+    for slot in range(replica.limits.slots):
+        for page in table.rows[slot, table.first[slot] : replica.held[slot]].tolist():
+            assert page > 0
+            refs[page] += 1
+    assert refs == table.pages.refs, "page tables and reference counts differ"
+    check_pages(table.pages)
 
 
 def check_pages(pages: Any) -> None:

@@ -97,14 +97,14 @@ def test_ff14_the_descriptor_is_readable_whenever_a_message_is_unread(calls: lis
 READER = """
 import os, sys
 from slipstream.process.channel import FollowerEnd, Ring
-from slipstream.log.entries import Body, Entry, Reply
+from slipstream.log.entries import Entry, Reply, RequestBody
 from tests.helpers.poll import wait_for
 a, b, c, d = map(int, sys.argv[1:])
 end = FollowerEnd(Ring(a, b), Ring(c, d))
 while True:
     assert wait_for(*end.descriptors(), timeout=-0.001) # for ever: only a write can wake it
     for message in end.receive():
-        if isinstance(message, Body):
+        if isinstance(message, RequestBody):
             last = sum(message.request.prompt) % 2**32
         else:
             end.answer(Reply(1, message.seq, last))

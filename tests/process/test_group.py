@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream import config
+from slipstream.log.caches import one_table
 from slipstream.process.board import STATES, Board
 from slipstream.process.group import Group, Member, Spec, State
 from slipstream.process.protocol import Begin, Fault, Loaded
@@ -102,13 +103,20 @@ def test_before_all_are_ready_nobody_is_judged(group: Group):
 
 def test_ff17_every_capacity_is_the_least_of_the_ranks(group: Group):
     for rank, (pages, slots, length, host) in enumerate([(100, 9, 700, 5), (80, 12, 800, 4), (90, 10, 600, 3)]):
-        say(group, rank, Loaded(16, pages, slots, length, 0, host, "same"))
-    assert all(m.control.sent == [Begin(16, 80, 9, 600, 3)] for m in group.members)  # type: ignore[attr-defined]
+        say(group, rank, Loaded(one_table(pages, slots, length, host_pages=host), 0, "same"))
+    begin = Begin(one_table(80, 9, 600, host_pages=3))
+    assert all(m.control.sent == [begin] for m in group.members)  # type: ignore[attr-defined]
+
+
+def test_ranks_whose_pages_differ_in_kind_stop_the_start(group: Group):
+    for rank, page_size in enumerate((16, 16, 64)):
+        say(group, rank, Loaded(one_table(10, 2, 100, page_size), 0, "same"))
+    assert group.refused and group.failure == "the ranks differ in page size: 16 and 64"
 
 
 def test_ff17_a_rank_of_another_build_or_configuration_stops_the_start_by_name(group: Group):
     for rank, stamp in enumerate(["a", "a", "b"]):
-        say(group, rank, Loaded(16, 1, 1, 1, 0, 0, stamp))
+        say(group, rank, Loaded(one_table(1, 1, 1), 0, stamp))
     assert group.refused and group.failure is not None
     assert "rank 2 differs from rank 0" in group.failure and "'b' against 'a'" in group.failure
     assert not any(m.control.sent for m in group.members)  # type: ignore[attr-defined]

@@ -4,21 +4,23 @@
 on one rank, a grammar compiled on one rank, the time of the leader's next plan. So ranks run apart as far as the log lets them.
 """
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 
 from slipstream.device.sim import SimTokens
-from slipstream.log.batch import Batch, InitSlot, Outcome
+from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore, SetState
+from slipstream.log.caches import Limits, one_table
 from slipstream.log.grammar import MakeMatcher
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
-from slipstream.log.state import Limits
 from slipstream.process.protocol import Finished, Refused, Tokens
 from slipstream.rank import events
+from slipstream.rank.effects import Interpreter
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.budget import Budget
@@ -28,39 +30,42 @@ from slipstream.schedule.planner import Planner
 class Member:
     """One rank: its machine, what is on its way to it, and its device."""
 
-    def __init__(self, machine: Rank, slots: int, vocab: int, make: MakeMatcher):
+    def __init__(self, machine: Rank, limits: Limits, vocab: int, make: MakeMatcher):
         self.machine, self.make = machine, make
         self.inbox: deque[Any] = deque()
         self.asked: deque[events.Prepare] = deque()  # grammars that it compiles, in order
         self.running: deque[Outcome] = deque()  # steps on the device
         self.calls: list[tuple[str, int]] = []  # what the device was asked to do; each holds collectives
         self.masks: list[tuple[int, dict[int, bytes]]] = []
-        self.sim = SimTokens(slots, vocab)
+        self.sim = SimTokens(limits.slots, vocab, limits.width - 1)
         self.held: Batch | None = None
 
-    def compile(self) -> events.Compiled:
+    def compile(self) -> events.ResourcesReady:
         asked = self.asked.popleft()
         try:
-            return events.Compiled(asked.id, self.make(asked.grammar))
+            return events.ResourcesReady(asked.id, {each.kind: self.make(each.spec) for each in asked.resources})
         except ValueError as e:
-            return events.Compiled(asked.id, None, str(e))
+            return events.ResourcesReady(asked.id, {}, str(e))
 
     def sample(self, batch: Batch, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
         outcome = self.sim.sample(batch, masks)
-        slots = batch.slots[batch.samples].tolist()
+        slots = batch.slots[batch.judged].tolist()
         kept = {i: why for i, why in outcome.errors.items() if slots[i] not in discarded}
-        self.running.append(Outcome(outcome.seq, outcome.tokens, errors=kept))
+        self.running.append(dataclasses.replace(outcome, errors=kept))
         self.masks.append((batch.seq, {s: m.tobytes() for s, m in masks.items()}))
 
 
-class Machines:
-    def __init__(self, size: int, asynchronous: bool, make: Callable[[], MakeMatcher], vocab: int, pages: int = 64):
-        limits = Limits(pages, 4, 64, 4)
+class Machines(Interpreter):
+    def __init__(
+        self, size: int, asynchronous: bool, make: Callable[[], MakeMatcher], vocab: int, pages: int = 64, width: int = 1
+    ):
+        limits = one_table(pages, 4, 64, 4, width=width)
         replica = Replica(limits)
         leader = Leader(replica, Planner(replica, Budget(16, 1.0), 64, 1.0), size, asynchronous)
         machines = [leader, *(Rank(r, Replica(limits)) for r in range(1, size))]
         self.leader = leader
-        self.members = [Member(m, limits.slots, vocab, make()) for m in machines]
+        self.acting = 0  # the rank whose effects are carried out
+        self.members = [Member(m, limits, vocab, make()) for m in machines]
         self.now = 0.0
         self.wake_at: float | None = None  # when the leader wants to plan
         self.tokens: dict[int, list[int]] = {}
@@ -108,40 +113,55 @@ class Machines:
             pass
 
     def _on(self, rank: int, event: Any) -> None:
-        member = self.members[rank]
+        self.acting = rank
         self.now += 0.01
-        for effect in member.machine.on(event, self.now):
-            self._perform(rank, member, effect)
+        self.perform(self.members[rank].machine.on(event, self.now))
 
-    def _perform(self, rank: int, member: Member, effect: Any) -> None:
-        if isinstance(effect, events.Send):
-            for other in self.members[1:]:
-                other.inbox.append(effect.message)
-        elif isinstance(effect, events.SendReply) and rank:
+    def send(self, effect: events.Send) -> None:
+        for other in self.members[1:]:
+            other.inbox.append(effect.message)
+
+    def reply(self, effect: events.SendReply) -> None:
+        if self.acting:
             self.members[0].inbox.append(effect.reply)
-        elif isinstance(effect, events.Prepare):
-            member.asked.append(effect)
-        elif isinstance(effect, InitSlot):
-            member.sim.admit(effect.slot, effect.request)
-        elif isinstance(effect, events.Launch):
-            member.calls.append(("whole", effect.batch.seq))
-            member.sample(effect.batch, {}, frozenset())
-        elif isinstance(effect, events.LaunchForward):
-            member.calls.append(("forward", effect.batch.seq))
-            member.held = effect.batch
-        elif isinstance(effect, events.LaunchSample):
-            member.calls.append(("sample", effect.seq))
-            assert member.held is not None and member.held.seq == effect.seq
-            member.sample(member.held, effect.masks, effect.discarded)
-            member.held = None
-        elif isinstance(effect, events.Wake):
-            self.wake_at = effect.at
-        elif isinstance(effect, events.Poison):
-            raise AssertionError(effect.reason)
-        elif isinstance(effect, events.SendToFront):
-            self._tell(effect.message)
 
-    def _tell(self, message: Any) -> None:
+    def prepare(self, effect: events.Prepare) -> None:
+        self.members[self.acting].asked.append(effect)
+
+    def device(self, effect: events.DeviceEffect) -> None:
+        member = self.members[self.acting]
+        match effect:
+            case InitSlot():
+                member.sim.init_slot(effect.slot, effect.request)
+            case events.Launch():
+                member.calls.append(("whole", effect.batch.seq))
+                member.sample(effect.batch, {}, frozenset())
+            case events.LaunchForward():
+                member.calls.append(("forward", effect.batch.seq))
+                member.held = effect.batch
+            case events.LaunchSample():
+                member.calls.append(("sample", effect.seq))
+                assert member.held is not None and member.held.seq == effect.seq
+                member.sample(member.held, effect.masks, effect.discarded)
+                member.held = None
+            case SetState() | Offload() | Restore():
+                pass  # pages and states hold nothing here
+            case _:
+                assert_never(effect)
+
+    def wake(self, effect: events.Wake) -> None:
+        self.wake_at = effect.at
+
+    def poison(self, effect: events.Poison) -> None:
+        raise AssertionError(effect.reason)
+
+    def span(self, effect: events.Span) -> None:
+        """Nobody times this group."""
+
+    def send_to_front(self, effect: events.SendToFront) -> None:
+        self._receive(effect.message)
+
+    def _receive(self, message: Any) -> None:
         if isinstance(message, Tokens):
             pairs = zip(np.frombuffer(message.ids, "<i8").tolist(), np.frombuffer(message.tokens, "<i4").tolist(), strict=True)
             for id, token in pairs:

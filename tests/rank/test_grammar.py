@@ -88,7 +88,7 @@ def test_a_grammar_that_no_rank_can_compile_is_refused_and_changes_nothing(expec
     (end,) = machines.ends.pop(9)
     assert end.status == 400 and "missing" in end.message
     assert answers(machines) == expected
-    assert not any(m.machine.bodies or m.machine.compiled for m in machines.members)
+    assert not any(m.machine.replica.bodies or m.machine.replica.prepared for m in machines.members)
 
 
 def test_an_abort_while_a_grammar_is_prepared_ends_it_once_and_leaves_nothing():
@@ -101,7 +101,9 @@ def test_an_abort_while_a_grammar_is_prepared_ends_it_once_and_leaves_nothing():
         machines.abort(2)
         machines.run(rng, [1, 2])
         assert [e.reason for e in machines.ends[2]] == ["abort"]
-        assert not any(m.machine.bodies or m.machine.compiled or m.machine.replica.requests for m in machines.members)
+        assert not any(
+            m.machine.replica.bodies or m.machine.replica.prepared or m.machine.replica.requests for m in machines.members
+        )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -3,49 +3,82 @@
 import numpy as np
 import pytest
 
-from slipstream.log.batch import Batch
+from slipstream.log.batch import Batch, InitSlot
+from slipstream.log.caches import one_table
 from slipstream.log.entries import Entry, Reply
 from slipstream.log.replica import Replica
-from slipstream.log.state import Limits
 from slipstream.process.protocol import Finished, Tokens
-from slipstream.rank.events import Arrived, Poison, Send, SendToFront, Submitted, Tick
+from slipstream.rank.effects import Interpreter
+from slipstream.rank.events import (
+    Arrived,
+    DeviceEffect,
+    Launch,
+    Poison,
+    Prepare,
+    Send,
+    SendReply,
+    SendToFront,
+    Span,
+    Submitted,
+    Tick,
+    Wake,
+)
 from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader, load_of
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 from tests.helpers.toy_group import ToyDevice, ToyGroup, request
 
-LIMITS = Limits(pages=64, slots=8, max_len=256, page_size=4)
+LIMITS = one_table(pages=64, slots=8, max_len=256, page_size=4)
 
 
-class Lone:
+class Lone(Interpreter):
     """A leader of two or three whose followers are played by the test."""
 
     def __init__(self, size: int = 2, asynchronous: bool = True):
         replica = Replica(LIMITS)
         self.leader = Leader(replica, Planner(replica, Budget(64), 100), size, asynchronous)
-        self.device = ToyDevice(LIMITS)
+        self.toy = ToyDevice(LIMITS)
         self.now = 0.0
         self.messages: list = []
         self.entries: list[Entry] = []
         self.batches: list = []
-        self.poison: Poison | None = None
+        self.poisoned_by: Poison | None = None
 
     def on(self, event) -> None:
-        for effect in self.leader.on(event, self.now):
-            if isinstance(effect, SendToFront):
-                self.messages.append(effect.message)
-            elif isinstance(effect, Send) and isinstance(effect.message, Entry):
-                self.entries.append(effect.message)
-            elif isinstance(effect, Poison):
-                self.poison = effect
-            elif type(effect).__name__ == "InitSlot":
-                self.device.seat(effect.slot, effect.request)
-            elif type(effect).__name__ == "Launch":
-                self.batches.append(effect.batch)
+        self.perform(self.leader.on(event, self.now))
+
+    def send_to_front(self, effect: SendToFront) -> None:
+        self.messages.append(effect.message)
+
+    def send(self, effect: Send) -> None:
+        if isinstance(effect.message, Entry):
+            self.entries.append(effect.message)
+
+    def poison(self, effect: Poison) -> None:
+        self.poisoned_by = effect
+
+    def device(self, effect: DeviceEffect) -> None:
+        if isinstance(effect, Launch):
+            self.batches.append(effect.batch)
+        else:
+            assert isinstance(effect, InitSlot)
+            self.toy.queue(effect)
+
+    def reply(self, effect: SendReply) -> None:
+        """The leader notes its own."""
+
+    def prepare(self, effect: Prepare) -> None:
+        raise AssertionError("no request here needs a resource")
+
+    def wake(self, effect: Wake) -> None:
+        """The test says when time passes."""
+
+    def span(self, effect: Span) -> None:
+        """Nobody times this leader."""
 
     def land(self) -> None:
         self.now += 1e-3
-        self.on(Arrived(self.device.run(self.batches.pop(0))))
+        self.on(Arrived(self.toy.run(self.batches.pop(0))))
 
     def right(self, seq: int, rank: int = 1) -> Reply:
         digest, existed = self.leader.sealed[seq]
@@ -94,7 +127,7 @@ def test_ff01_anything_but_one_equal_reply_from_each_rank_in_order_poisons_and_n
     group = started()
     group.on(group.right(0))
     group.on(spoil(group.right(1)))
-    assert group.poison is not None and says in group.poison.reason
+    assert group.poisoned_by is not None and says in group.poisoned_by.reason
     written = len(group.entries)
     group.on(Submitted(request(2, range(4))))
     group.now += 10
@@ -106,9 +139,9 @@ def test_a_reply_to_an_entry_that_was_never_written_poisons():
     group = started()
     for seq in range(group.leader.next):
         group.on(group.right(seq))
-    assert group.poison is None
+    assert group.poisoned_by is None
     group.on(Reply(1, group.leader.next, 0))
-    assert group.poison is not None
+    assert group.poisoned_by is not None
 
 
 def test_ff15_entries_without_a_reply_are_bounded():
@@ -213,5 +246,6 @@ def test_a_host_that_wakes_late_is_woken_earlier_until_the_device_is_fed():
 
 def test_the_load_of_a_step_at_a_quarter_of_a_million_tokens_is_no_negative_number():
     column = lambda *values: np.array(values, np.int32)
-    batch = Batch(0, column(0, 1), column(9, 245_760), column(1, 16_384), np.ones(2, bool), 1, np.zeros((0, 3), np.int32))
-    assert load_of(batch, batch.tokens) == (1, 16_384, 245_760.0)
+    ones = column(1, 1)
+    batch = Batch(0, column(0, 1), column(9, 245_760), column(1, 16_384), ones, 1, 1, np.zeros((0, 4), np.int32))
+    assert load_of(batch) == (1, 16_384, 245_760.0)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from slipstream.errors import Diverged
+from slipstream.log.caches import one_table
 from slipstream.log.entries import Entry, Forget, RequestBody
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request, SamplingParams
-from slipstream.log.state import Limits
 from slipstream.rank.events import Prepare
 from slipstream.rank.loop import Rank
 
@@ -16,7 +16,7 @@ BOUND = RequestBody(Request(7, np.arange(4, dtype="<i4").tobytes(), 8, SamplingP
 
 @pytest.fixture
 def follower() -> Rank:
-    rank = Rank(3, Replica(Limits(pages=8, slots=2, max_len=32, page_size=4)))
+    rank = Rank(3, Replica(one_table(pages=8, slots=2, max_len=32, page_size=4)))
     assert list(rank.on(Entry(0, -1)))
     return rank
 
@@ -36,7 +36,7 @@ def test_a_lost_body_is_noticed_at_the_next_entry_though_no_entry_admits_it(foll
     messages.remove(lost)
     for message in messages:
         list(follower.on(message))
-    with pytest.raises(Diverged, match="rank 3 has had 1 bodies and forgets of the 2 sent before entry 1"):
+    with pytest.raises(Diverged, match="2 bodies and forgets were sent before entry 1; rank 3 received 1 of them"):
         list(follower.on(Entry(1, -1, side_messages=2)))
 
 

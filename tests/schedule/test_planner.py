@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.log.caches import one_table
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
 from slipstream.schedule.admission import BYPASSES
 from slipstream.schedule.budget import Budget
@@ -60,7 +61,8 @@ def test_equally_long_prompts_do_not_share_a_step_and_a_short_one_overtakes_the_
 def test_what_a_step_holds_is_priced_by_where_all_of_it_is(last: float):
     """The oldest has 100 tokens left near its beginning; behind it stands a prompt with 100,000 in the cache."""
     budget = Budget(2048, 0.016, 0.0035, 4e-6, 2048, 1.5e-9)
-    replica = SimpleNamespace(prefilling=[0, 1], target=np.array([720, 103_000]), launched=np.array([620, 100_000]), ids=[7, 8])
+    replica = SimpleNamespace(prefilling=[0, 1], bound=np.array([720, 103_000]), computed=np.array([620, 100_000]), ids=[7, 8])
+    replica.limits = one_table(pages=1, slots=2, max_len=110_000)
     replica.requests = {slot: request(7 + slot, [1]) for slot in (0, 1)}
     planner = Planner(replica, budget, 8)  # type: ignore[arg-type]
     planner.arrival, planner._last = {0: (0, 0), 1: (0, 1)}, PrefillShare(0, [], -1, last)
@@ -305,7 +307,7 @@ def test_ff33_pages_are_back_two_entries_after_an_abort(asynchronous: bool):
     while group.leader.next < before + 2:
         group.turn()
     assert 1 not in group.replica.requests.values() and len(group.replica.requests) == 1
-    assert group.replica.pages.held <= 8
+    assert group.replica.cache.held <= 8
     group.run()
     group.assert_right()
 

@@ -82,7 +82,7 @@ def test_what_was_short_by_the_cache_is_long_again_when_its_pages_are_gone():
         group.planner.admission.begin()
         group.planner.admission.choose(group.planner._turns(), crowded=True, before=None)
     assert waiting.short
-    pages = group.replica.pages
+    pages = group.replica.cache.tables[0].pages
     for page in [pages.take() for _ in range(pages.available)]:
         pages.release(page)
     for _ in range(6):
@@ -198,7 +198,7 @@ def test_nobody_waits_for_pages_that_their_owner_has_passed():
     group.submit(request(2, [*shared, *tokens(2, 3000)], 2, prompt_logprobs=0))
     for _ in range(4):
         group.turn()
-    pages = group.replica.pages
+    pages = group.replica.cache.tables[0].pages
     for page in [pages.take() for _ in range(pages.available)]:
         pages.release(page)
     group.submit(request(3, [*shared, 2], 4))
@@ -271,7 +271,7 @@ def test_a_beginning_with_a_gap_in_the_cache_makes_nothing_short():
     group.submit(request(61, [*document, 1], 2, prompt_logprobs=0))
     for _ in range(6):
         group.turn()
-    pages = group.replica.pages
+    pages = group.replica.cache.tables[0].pages
     for page in [pages.take() for _ in range(pages.available)]:
         pages.release(page)
     group.run()
