@@ -12,7 +12,7 @@ def build_executor(
     """The executor of one rank, with its weights loaded, and the model's config (Hugging Face's keys).
 
     `collective` is the descriptor of the memory in which the ranks of this machine sum; on CUDA they only
-    agree there where to meet.
+    agree there on the file through which they connect.
     """
     if config.device == "sim":
         from slipstream.device.sim import SimExecutor, sim_model
@@ -58,6 +58,6 @@ def _build_cpu(
 
 
 def _show_wait(board: DeviceProgress, entered: int, other: int | None) -> None:
-    """Shows whom the device waits for, so that of two ranks in one hanging step the right one is blamed."""
+    """Shows for which rank the device waits, so that of two ranks in one hanging step the right one is blamed."""
     board.set("collective", entered)
     board.set("sums_with", 0 if other is None else other + 1)

@@ -3,6 +3,7 @@
 A model is a list of layers with prepared weights and one `forward` over an `Ops` namespace; it holds no per-request state.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
+from slipstream.log.caches import CacheLayout, Paged, window_of, windows
 from slipstream.models.rotary import rotary_table
-from slipstream.ops.interface import Attention, Ops, Step
-from slipstream.shard import Heads
-
-Part = tuple[int, int]  # [start, stop)
+from slipstream.ops.interface import Attention, ForwardStep, Ops, Step
+from slipstream.weights.packed import Packed, dense
+from slipstream.weights.parts import Part
 
 
 @dataclass(frozen=True)
@@ -72,30 +73,47 @@ def refuse_sliding_window(config: dict) -> None:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One decoder layer's prepared weights (this rank's part)."""
+HalfLayer = Callable[[Tensor, ForwardStep], Tensor]  # normed rows [T, hidden] to this rank's part of the sum of the same shape
 
-    norm: Any  # before attention
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SelfAttention:
+    """Queries, keys and values as one product, attention, and the output's product."""
+
+    ops: Ops
     qkv: Any
-    attention: Attention
+    spec: Attention
     out: Any
-    mlp_norm: Any
+
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        ops = self.ops
+        return ops.partial(ops.attention(ops.linear(x, self.qkv, step), self.spec, step), self.out, step)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GatedMLP:
+    """down(silu(gate) * up)."""
+
+    ops: Ops
     gate_up: Any
     down: Any
 
+    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
+        return self.ops.partial(self.ops.swiglu(x, self.gate_up, step), self.down, step)
 
-@dataclass(frozen=True)
-class CacheShape:
-    """The KV cache that a rank needs: per layer and for keys and values each, [pages + 1, block, heads, head_dim]."""
 
-    layers: int
-    heads: int
-    head_dim: int
+@dataclass(frozen=True, eq=False, slots=True)
+class Layer:
+    """One decoder layer. A family replaces what it does otherwise: a mixture of experts is another `feed_forward`."""
+
+    norm: Any
+    attend: HalfLayer
+    mlp_norm: Any
+    feed_forward: HalfLayer
 
 
 class Llama:
-    """A dense decoder on one rank.
+    """A dense decoder on one rank (a `models.decoder.Decoder`).
 
     `vocab_part` is this rank's [start, stop) of the logits; `vocab` their full count.
     """
@@ -105,92 +123,100 @@ class Llama:
         self.config = c = self.read_config(config)
         self.ops = ops
         self.checkpoint = checkpoint
-        heads = ops.shard.heads(c.num_q_heads, c.num_kv_heads)
-        self.vocab = c.vocab
+        self.heads = ops.shard.heads(c.num_q_heads, c.num_kv_heads)
+        self.vocab, self.hidden = c.vocab, c.hidden
         self.vocab_part = ops.shard.even(c.vocab)
         self.max_len = min(max_len or c.max_len, c.max_len)
-        self.cache = CacheShape(c.layers, heads.num_kv_heads, c.head_dim)
-        rotary = ops.tensor(rotary_table(config, c.head_dim, self.max_len))
-        self.layers = [self._layer(i, heads, rotary) for i in range(c.layers)]
+        self.caches = self.cache_layouts()
+        self.rotary = ops.tensor(rotary_table(config, c.head_dim, self.max_len))
+        self.layers = [self._layer(i, f"model.layers.{i}.") for i in range(c.layers)]
+        self.attentions = tuple(layer.attend.spec for layer in self.layers if isinstance(layer.attend, SelfAttention))
         self.norm = self.norm_weight("model.norm.weight", c.hidden)
+        self._next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]  # what follows each layer
         shape = (c.vocab, c.hidden)
         self.embedding = ops.tensor(self._read("model.embed_tokens.weight", shape, self.vocab_part))
-        self.head = ops.weight(self.embedding if c.tied else self._read("lm_head.weight", shape, self.vocab_part))
+        self.head = ops.weight([dense(self.embedding) if c.tied else self.linear("lm_head", shape, rows=self.vocab_part)])
         del self.checkpoint
 
     def read_config(self, config: dict) -> DenseConfig:
         return DenseConfig.read(config)
 
+    def cache_layouts(self) -> tuple[CacheLayout, ...]:
+        """What each layer keeps of a request."""
+        return (Paged(self.heads.num_kv_heads, self.config.head_dim),) * self.config.layers
+
     def qk_norms(self, prefix: str) -> tuple[Any, Any]:
         """Weights of the norms on each query and key head, for families that have them."""
         return None, None
 
-    def forward(self, step: Step) -> Tensor:
+    def forward(self, step: ForwardStep) -> Tensor:
         """[T, hidden] after the last norm; writes the step's keys and values into the cache."""
         ops = self.ops
         residual = ops.embed(self.embedding, self.vocab_part[0], step)
-        x = ops.norm(residual, self.layers[0].norm)
-        for i, layer in enumerate(self.layers):
-            x = ops.attention(ops.linear(x, layer.qkv), layer.attention, step)
-            residual, x = ops.add_norm(x, layer.out, residual, layer.mlp_norm)
-            x = ops.swiglu(x, layer.gate_up)
-            after = self.layers[i + 1].norm if i + 1 < len(self.layers) else self.norm
-            residual, x = ops.add_norm(x, layer.down, residual, after)
+        x = ops.norm(residual, self.layers[0].norm, step)
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            residual, x = ops.reduce_add_norm(layer.attend(x, step), residual, layer.mlp_norm, step)
+            residual, x = ops.reduce_add_norm(layer.feed_forward(x, step), residual, next_norm, step)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: Step) -> Tensor:
         """[n, hidden] to float32 [n, this rank's part of the vocabulary]."""
-        return self.ops.logits(hidden, self.head)
+        return self.ops.logits(hidden, self.head, step)
 
-    def _read(self, name: str, shape: tuple[int, ...], rows: Part | None = None, cols: Part | None = None) -> Tensor:
-        """This rank's [rows, cols] of a tensor of `shape`; an empty part (a rank without heads) is read from nowhere."""
-        asked = zip((rows, cols), shape, strict=False)
-        part = [p[1] - p[0] if p else n for p, n in asked]
-        if 0 in part:
-            return torch.empty(part, dtype=self.ops.dtype)
-        return self.checkpoint.tensor(name, shape, rows=rows, cols=cols, dtype=self.ops.dtype)
+    # --- reading this rank's part of the weights
+
+    def _layer(self, i: int, prefix: str) -> Layer:
+        hidden = self.config.hidden
+        return Layer(
+            norm=self.norm_weight(prefix + "input_layernorm.weight", hidden),
+            attend=self.attend(i, prefix + "self_attn."),
+            mlp_norm=self.norm_weight(prefix + "post_attention_layernorm.weight", hidden),
+            feed_forward=self.feed_forward(prefix + "mlp."),
+        )
+
+    def attend(self, i: int, prefix: str) -> HalfLayer:
+        """What layer i mixes tokens with."""
+        c, heads, d = self.config, self.heads, self.config.head_dim
+        table = windows(self.caches).index(window_of(self.caches[i]))
+        spec = Attention(i, table, heads, d, d**-0.5, self.rotary, *self.qk_norms(prefix))
+        q, kv = (heads.q_start * d, heads.q_stop * d), (heads.kv_start * d, heads.kv_stop * d)
+        rows = {"q_proj": (c.num_q_heads * d, q), "k_proj": (c.num_kv_heads * d, kv), "v_proj": (c.num_kv_heads * d, kv)}
+        return SelfAttention(
+            self.ops,
+            self.column_parallel(prefix, rows, c.attention_bias),
+            spec,
+            self.row_parallel(prefix + "o_proj", c.num_q_heads * d, q, c.output_bias),
+        )
+
+    def feed_forward(self, prefix: str) -> HalfLayer:
+        c = self.config
+        # split evenly even where ranks hold unequal heads: they wait for each other after each half of a layer
+        part = self.ops.shard.even(c.intermediate)
+        rows = {name: (c.intermediate, part) for name in ("gate_proj", "up_proj")}
+        return GatedMLP(
+            self.ops,
+            self.column_parallel(prefix, rows, c.mlp_bias),
+            self.row_parallel(prefix + "down_proj", c.intermediate, part, c.mlp_bias),
+        )
+
+    def column_parallel(self, prefix: str, rows: dict[str, tuple[int, Part]], bias: bool) -> Any:
+        """Layers that read the same input, as one: by name, how many outputs each has, and which of them are this rank's."""
+        parts = [self.linear(prefix + name, (n, self.config.hidden), rows=part) for name, (n, part) in rows.items()]
+        biases = [self._read(f"{prefix}{name}.bias", (n,), part) for name, (n, part) in rows.items()] if bias else []
+        return self.ops.weight(parts, torch.cat(biases) if bias else None)
+
+    def row_parallel(self, name: str, width: int, part: Part, bias: bool) -> Any:
+        """A layer whose input is split: every rank holds all outputs, so only rank 0 carries the bias."""
+        hidden = self.config.hidden
+        b = self._read(name + ".bias", (hidden,)) if bias and self.ops.shard.rank == 0 else None
+        return self.ops.weight([self.linear(name, (hidden, width), cols=part)], b)
+
+    def linear(self, name: str, shape: tuple[int, int], rows: Part | None = None, cols: Part | None = None) -> Packed:
+        """This rank's outputs `rows` and inputs `cols` of a linear layer of `shape`."""
+        return self.checkpoint.linear(name, shape, rows=rows, cols=cols, dtype=self.ops.dtype)
 
     def norm_weight(self, name: str, size: int) -> Any:
         return self.ops.norm_weight(self._read(name, (size,)), self.config.eps)
 
-    def _layer(self, i: int, heads: Heads, rotary: Tensor) -> Layer:
-        c, ops, prefix = self.config, self.ops, f"model.layers.{i}."
-        d = c.head_dim
-        q_norm, k_norm = self.qk_norms(prefix + "self_attn.")
-        # even though ranks may hold unequal heads: they meet after each half of a layer, so each half is balanced by itself
-        mlp = ops.shard.even(c.intermediate)
-        q = (heads.q_start * d, heads.q_stop * d)
-        return Layer(
-            norm=self.norm_weight(prefix + "input_layernorm.weight", c.hidden),
-            qkv=self._qkv(prefix + "self_attn.", heads),
-            attention=Attention(i, heads, d, d**-0.5, rotary, q_norm, k_norm),
-            out=self._row_parallel(prefix + "self_attn.o_proj", c.num_q_heads * d, q, c.output_bias),
-            mlp_norm=self.norm_weight(prefix + "post_attention_layernorm.weight", c.hidden),
-            gate_up=self._gate_up(prefix + "mlp.", mlp),
-            down=self._row_parallel(prefix + "mlp.down_proj", c.intermediate, mlp, c.mlp_bias),
-        )
-
-    def _qkv(self, prefix: str, heads: Heads) -> Any:
-        """Queries, keys and values of this rank's heads as one layer."""
-        c = self.config
-        q = (heads.q_start * c.head_dim, heads.q_stop * c.head_dim)
-        kv = (heads.kv_start * c.head_dim, heads.kv_stop * c.head_dim)
-        parts = [("q_proj", c.num_q_heads, q), ("k_proj", c.num_kv_heads, kv), ("v_proj", c.num_kv_heads, kv)]
-        weight = torch.cat([self._read(f"{prefix}{name}.weight", (n * c.head_dim, c.hidden), part) for name, n, part in parts])
-        if not c.attention_bias:
-            return self.ops.weight(weight)
-        return self.ops.weight(weight, torch.cat([self._read(f"{prefix}{n}.bias", (k * c.head_dim,), p) for n, k, p in parts]))
-
-    def _gate_up(self, prefix: str, part: Part) -> Any:
-        c, names = self.config, ("gate_proj", "up_proj")
-        gate, up = (self._read(f"{prefix}{name}.weight", (c.intermediate, c.hidden), part) for name in names)
-        if not c.mlp_bias:
-            return self.ops.gated_weight(gate, up)
-        gate_bias, up_bias = (self._read(f"{prefix}{name}.bias", (c.intermediate,), part) for name in names)
-        return self.ops.gated_weight(gate, up, (gate_bias, up_bias))
-
-    def _row_parallel(self, name: str, width: int, part: Part, bias: bool) -> Any:
-        """A layer whose input is split: every rank holds all outputs, so only rank 0 carries the bias."""
-        hidden = self.config.hidden
-        b = self._read(name + ".bias", (hidden,)) if bias and self.ops.shard.rank == 0 else None
-        return self.ops.weight(self._read(name + ".weight", (hidden, width), cols=part), b)
+    def _read(self, name: str, shape: tuple[int, ...], rows: Part | None = None) -> Tensor:
+        return self.checkpoint.tensor(name, shape, rows=rows, dtype=self.ops.dtype)

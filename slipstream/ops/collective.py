@@ -63,7 +63,7 @@ class Abandoned(Exception):
 _LINE = 64  # bytes of a rank's flag: a cache line of its own
 _LOOKS = 300  # turns of looking (a third of a millisecond) before the core is given away, where each rank has a core
 _YIELDS = 2000  # sched_yields before sleeping: some milliseconds
-_SAY_EVERY = 2.0  # seconds between two lines on standard error
+_REPORT_EVERY_S = 2.0  # between two lines on standard error
 
 
 class SharedMemory:
@@ -174,7 +174,7 @@ class SharedMemory:
 
     def _wait_long(self, rank: int, turn: int) -> None:
         flag, since, pause = self._flags[rank], time.monotonic(), 50e-6
-        say = since + _SAY_EVERY
+        say = since + _REPORT_EVERY_S
         if self.on_wait:
             self.on_wait(rank)
         while flag[0] < turn:
@@ -186,7 +186,7 @@ class SharedMemory:
             if now >= say:
                 line = f"rank {self.rank} waits for rank {rank} in collective {turn} ({now - since:.0f} s)"
                 print(f"slipstream: {line}", file=sys.stderr, flush=True)
-                say = now + _SAY_EVERY
+                say = now + _REPORT_EVERY_S
         if self.on_wait:
             self.on_wait(None)
 

@@ -1,9 +1,9 @@
 """What a model asks of a device: one namespace of operations, the seam between `models/` and the kernels.
 
 `ops/cpu/ops.py` is the PyTorch implementation (the CPU's, and the reference of every other); a CUDA namespace with the same
-methods takes its place without a change in any model. A model never sees block tables, lengths or streams: it hands the
-`step` it was given back to the operations that need them. Every collective of a forward is inside `embed` and `add_norm`, so
-which ones run, and their shapes, follow from the step's padded token count alone.
+methods takes its place without a change in any model. A model never sees page tables, lengths or streams: it hands the
+`step` that it was given to every operation. All collectives of a forward are inside `embed` and `reduce_add_norm`, so which
+ones run, and their shapes, follow from the step's padded token count alone.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.shard import Heads, Shard
+from slipstream.weights.packed import Packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,8 @@ class Attention:
     element i with i + head_dim / 2 (the "rotate half" form of the Hugging Face checkpoints).
     """
 
-    layer: int  # index into the step's caches
+    cache: int  # index into the model's `caches`, and so into the step's
+    table: int  # the page table of that cache: index into `log.caches.windows` of the model's `caches`
     heads: Heads
     head_dim: int
     scale: float
@@ -34,29 +36,44 @@ class Attention:
 
 
 class Step(Protocol):
-    """One step's inputs on the device. Executors add what their operations need beside; models read only these."""
+    """Rows that go through operations together. Executors add what their operations need; models hand it back as it is."""
+
+    slots: Tensor  # [rows] whose they are
+
+
+class ForwardStep(Step, Protocol):
+    """The tokens of one forward."""
 
     ids: Tensor  # [T] token ids, any integer type
     positions: Tensor  # [T]
 
 
+@dataclass(eq=False)
+class JudgedRows:
+    """The rows of a step that reach the output layer (a `Step`)."""
+
+    slots: Tensor
+
+
 class Ops(Protocol):
-    """Operations over the T rows of a step. Tensors are [T, width], contiguous, of `dtype` unless said otherwise."""
+    """Operations over the T rows of a step. Tensors are [T, width], contiguous, of `dtype` unless said otherwise.
+
+    What prepares weights runs once; every operation takes the step, since a row's adapter, expert or window may matter to it.
+    """
 
     dtype: torch.dtype
     device: torch.device
     shard: Shard
 
-    def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Any:
-        """Prepares a linear layer's [out, in] part (packs it for the device); what `linear` and `add_norm` take."""
-        ...
+    def weight(self, parts: list[Packed], bias: Tensor | None = None) -> Any:
+        """Prepares linear layers that read the same input as one, for `linear`, `swiglu`, `partial` and `logits`.
 
-    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Any:
-        """Prepares two [width, in] parts for `swiglu`."""
+        `bias` [out] is of all parts together.
+        """
         ...
 
     def norm_weight(self, tensor: Tensor, eps: float) -> Any:
-        """Prepares an RMSNorm's weight and epsilon for `norm` and `add_norm`."""
+        """Prepares an RMSNorm's weight and epsilon for `norm` and `reduce_add_norm`."""
         ...
 
     def tensor(self, tensor: Tensor) -> Tensor:
@@ -67,33 +84,39 @@ class Ops(Protocol):
         """Rows of the embedding for step.ids, summed over the ranks: this rank holds ids [first, first + len(table))."""
         ...
 
-    def norm(self, x: Tensor, weight: Any) -> Tensor:
+    def norm(self, x: Tensor, weight: Any, step: Any) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""
         ...
 
-    def linear(self, x: Tensor, weight: Any) -> Tensor:
+    def linear(self, x: Tensor, weight: Any, step: Any) -> Tensor:
         """x [T, in] to [T, out], this rank's columns."""
         ...
 
     def attention(self, qkv: Tensor, spec: Attention, step: Any) -> Tensor:
         """[T, (queries + 2 keys) head_dim] to [T, queries head_dim].
 
-        Norms and rotates queries and keys, writes keys and values at each row's position into the pages of layer `spec.layer`,
-        and attends causally over everything its request has there. A rank without heads gets and returns [T, 0].
+        Norms and rotates queries and keys, writes keys and values at each row's position into the pages of cache `spec.cache`,
+        and attends causally over everything its request has there, or over the latest tokens where that cache is a window.
+        A rank without heads gets and returns [T, 0].
         """
         ...
 
-    def swiglu(self, x: Tensor, weight: Any) -> Tensor:
-        """silu(x gate^T) * (x up^T), this rank's columns."""
+    def swiglu(self, x: Tensor, weight: Any, step: Any) -> Tensor:
+        """silu(x gate^T) * (x up^T), this rank's columns, of a weight made of gate and up."""
         ...
 
-    def add_norm(self, x: Tensor, weight: Any, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-        """The row-parallel end of a block: residual + sum over ranks of x weight^T; returns it and its RMSNorm.
+    def partial(self, x: Tensor, weight: Any, step: Any) -> Tensor:
+        """x weight^T of a layer whose inputs are split over the ranks: this rank's part of a sum, [T, hidden].
 
-        `residual` may be overwritten. x is [T, this rank's columns], possibly [T, 0]; the weight's bias is added once.
+        x is [T, this rank's columns], possibly [T, 0]. The result lies where the device's `reduce_add_norm` reads it, until the
+        second `partial` after this one.
         """
         ...
 
-    def logits(self, hidden: Tensor, head: Any) -> Tensor:
-        """[n, hidden] to this rank's part of the vocabulary, float32 [n, part]."""
+    def reduce_add_norm(self, partial: Tensor, residual: Tensor, norm: Any, step: Any) -> tuple[Tensor, Tensor]:
+        """residual + the sum of `partial` over the ranks; returns it and its RMSNorm. Both arguments may be overwritten."""
+        ...
+
+    def logits(self, hidden: Tensor, head: Any, step: Any) -> Tensor:
+        """[n, hidden], whose rows are the step's, to this rank's part of the vocabulary, float32 [n, part]."""
         ...

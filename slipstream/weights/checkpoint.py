@@ -13,6 +13,7 @@ from slipstream.errors import ModelError
 from slipstream.weights.config import load_config
 from slipstream.weights.dummy import DummyCheckpoint
 from slipstream.weights.gguf_checkpoint import GGUFCheckpoint
+from slipstream.weights.packed import Packed
 from slipstream.weights.safetensors_folder import SafetensorsCheckpoint
 
 
@@ -55,6 +56,19 @@ class Checkpoint(Protocol):
         `dtype` None keeps what is stored (float32 for GGUF and random weights). Raises ModelError for a tensor that is missing
         or of another shape.
         """
+        ...
+
+    def linear(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        *,
+        rows: tuple[int, int] | None = None,
+        cols: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Packed:
+        """A linear layer's weight, as it is stored: outputs `rows` and inputs `cols` of the layer with this name."""
         ...
 
 

@@ -10,6 +10,7 @@ import math
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.weights.packed import DENSE, Packed
 from slipstream.weights.parts import cut, first_architecture
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # elements at a time: inside a CPU's cache, or enough to fill a GPU
@@ -100,3 +101,6 @@ class DummyCheckpoint:
         shape = tuple(self.shape(name) if shape is None else shape)
         across, along = cut(shape, rows, cols, name)
         return dummy_tensor(self.seed, name, shape, across, along, dtype or torch.float32, torch.device(device))
+
+    def linear(self, name, shape, *, rows=None, cols=None, **options) -> Packed:
+        return DENSE.read(self.tensor, name, shape, rows, cols, **options)

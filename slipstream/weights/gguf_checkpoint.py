@@ -10,6 +10,7 @@ from slipstream.errors import ModelError
 from slipstream.weights import dequant
 from slipstream.weights.gguf_config import hf_config, hf_name
 from slipstream.weights.gguf_file import GGUFFile
+from slipstream.weights.packed import DENSE, Packed
 from slipstream.weights.parts import check_shape, cut, first_architecture, normalize_config
 
 
@@ -69,3 +70,6 @@ class GGUFCheckpoint:
             raw = raw[:, first * size : last * size][self._source_rows(name, across)]
             value = dequant.dequantize(raw, info.qtype)[:, along.start - first * block : along.stop - first * block]
         return value.to(device=device, dtype=dtype).contiguous()
+
+    def linear(self, name, shape, *, rows=None, cols=None, **options) -> Packed:
+        return DENSE.read(self.tensor, name, shape, rows, cols, **options)

@@ -108,7 +108,7 @@ def _trusted(marker: dict, folder: pathlib.Path, member: Member) -> bool:
 
 
 def _intact(folder: pathlib.Path, package: Package, verify: bool) -> bool:
-    """Whether every member is there as published; what the marker does not vouch for is hashed, and the marker written anew."""
+    """Whether every member is there as published; what the marker does not vouch for is hashed, and then marked."""
     marker = {} if verify else _read_marker(folder)
     doubtful = [m for m in package.members if not _trusted(marker, folder, m)]
     for member in doubtful:
@@ -133,7 +133,7 @@ def _file_hash(path: pathlib.Path) -> str:
 
 
 def _fetch(folder: pathlib.Path, name: str, package: Package, progress: Progress | None) -> None:
-    """Removes what is there and downloads it anew. The caller holds the folder's lock, so leftovers of others are nobody's."""
+    """Removes what is there and downloads it again. The caller holds the folder's lock, so leftovers of others are nobody's."""
     for old in folder.iterdir():
         if old.name != ".lock":
             shutil.rmtree(old) if old.is_dir() else old.unlink()

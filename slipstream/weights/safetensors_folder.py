@@ -6,6 +6,7 @@ import pathlib
 import torch
 
 from slipstream.errors import ModelError
+from slipstream.weights.packed import DENSE, Packed
 from slipstream.weights.parts import check_shape, cut, first_architecture, read_config, read_json
 
 
@@ -80,3 +81,6 @@ class SafetensorsCheckpoint:
         else:
             value = part[across.start : across.stop, along.start : along.stop]
         return value.to(device=device, dtype=dtype).contiguous()
+
+    def linear(self, name, shape, *, rows=None, cols=None, **options) -> Packed:
+        return DENSE.read(self.tensor, name, shape, rows, cols, **options)

@@ -8,13 +8,15 @@ import numpy as np
 from slipstream.config import EngineConfig
 from slipstream.device.cpu.executor import CpuExecutor
 from slipstream.log.batch import Batch, Outcome
+from slipstream.log.caches import Limits, TableLimits, windows
 from slipstream.log.request import Request, SamplingParams
 from slipstream.ops.collective import SharedMemory, Solo
 from slipstream.shard import Shard
 from slipstream.weights.checkpoint import open_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0)
-NO_PAGES = np.zeros((0, 3), np.int32)
+NO_PAGES = np.zeros((0, 4), np.int32)
+Entry = tuple[int, int, int, bool]  # (slot, start, count, samples)
 
 
 def collectives(size: int, max_bytes: int = 1 << 16) -> list:
@@ -31,25 +33,33 @@ def request(id: int, prompt: list[int], max_tokens: int, sampling: SamplingParam
     return Request(id, np.array(prompt, "<i4").tobytes(), max_tokens, sampling)
 
 
-def rows(seq: int, entries: list[tuple[int, int, int, bool]], pages: np.ndarray = NO_PAGES) -> Batch:
-    """A batch of (slot, start, count, samples)."""
-    slots, starts, counts = (np.array(c, np.int32) for c in list(zip(*entries, strict=True))[:3])
-    samples = np.array([e[3] for e in entries], bool)
-    decodes = int((samples & (counts == 1)).argmin()) if len(entries) else 0
-    return Batch(seq, slots, starts, counts, samples, decodes, pages)
+def rows(seq: int, entries: list[Entry], pages: np.ndarray = NO_PAGES, saves: tuple[tuple[int, int], ...] = ()) -> Batch:
+    slots, starts, counts, sampled = (np.array(c, np.int32) for c in zip(*entries, strict=True))
+    decodes = int(((sampled > 0) & (counts == 1)).argmin()) if len(entries) else 0
+    return Batch(seq, slots, starts, counts, sampled, int(sampled.max()), decodes, pages, saves)
 
 
 class Group:
     """`size` executors of one model. Every slot has its own pages, in an order that is not the slots'."""
 
-    def __init__(self, path, size: int = 1, slots: int = 8, max_len: int = 256, dtype: str = "float32", page_size: int = 16):
-        config = EngineConfig(model=str(path), dtype=dtype, max_num_seqs=slots, max_model_len=max_len, block_size=page_size)
-        checkpoint = open_checkpoint(path)
+    def __init__(
+        self, path, size: int = 1, slots: int = 8, max_len: int = 256, dtype: str = "float32", page_size: int = 16,
+        host_pages: int = 0, snapshots: int = 0, **config,
+    ):  # fmt: skip
+        engine = EngineConfig(
+            model=str(path), dtype=dtype, max_num_seqs=slots, max_model_len=max_len, block_size=page_size, **config
+        )
+        checkpoint = open_checkpoint(path, engine.load_format, engine.seed)
         sums = collectives(size)
-        self.ranks = [CpuExecutor(checkpoint, config, Shard(r, size), sums[r]) for r in range(size)]
+        self.ranks = [CpuExecutor(checkpoint, engine, Shard(r, size), sums[r]) for r in range(size)]
         self.columns = -(-max_len // page_size)
+        pages = slots * self.columns
+        tables = tuple(TableLimits(pages, w, host_pages) for w in windows(self.ranks[0].model.caches))
+        self.limits = Limits(
+            tables, slots, max_len, page_size, snapshots=snapshots, snapshot_tokens=page_size if snapshots else 0
+        )
         for rank in self.ranks:
-            rank.start(slots * self.columns, slots, max_len)
+            rank.start(self.limits)
         self.slots, self.page_size, self.seq = slots, page_size, 0
 
     def __enter__(self) -> "Group":
@@ -59,18 +69,22 @@ class Group:
         for rank in self.ranks:
             rank.close()
 
-    def admit(self, slot: int, request: Request) -> None:
+    def init_slot(self, slot: int, request: Request) -> None:
         for rank in self.ranks:
-            rank.admit(slot, request)
+            rank.init_slot(slot, request)
 
     def pages(self, slots: list[int]) -> np.ndarray:
-        """Page triples for all columns of the slots; neighbours of a slot's pages belong to other slots."""
-        return np.array([(s, c, 1 + c * self.slots + s) for s in slots for c in range(self.columns)], np.int32).reshape(-1, 3)
+        """Places of all tables and columns of the slots; neighbours of a slot's pages belong to other slots."""
+        tables = range(len(self.limits.tables))
+        places = [
+            (t, s, c, 1 + c * self.slots + (s + t) % self.slots) for t in tables for s in slots for c in range(self.columns)
+        ]
+        return np.array(places, np.int32).reshape(-1, 4)
 
-    def launch(self, entries: list[tuple[int, int, int, bool]], pages: np.ndarray = NO_PAGES) -> int:
+    def launch(self, entries: list[Entry], pages: np.ndarray = NO_PAGES, saves: tuple[tuple[int, int], ...] = ()) -> int:
         self.seq += 1
         for rank in self.ranks:
-            rank.launch(rows(self.seq, entries, pages))
+            rank.launch(rows(self.seq, entries, pages, saves))
         return self.seq
 
     def outcome(self) -> Outcome:
@@ -78,6 +92,7 @@ class Group:
         found = [wait_one(rank) for rank in self.ranks]
         for other in found[1:]:
             assert other.tokens.tolist() == found[0].tokens.tolist()
+            assert other.accepted.tolist() == found[0].accepted.tolist()
             assert other.logprobs == found[0].logprobs and other.errors == found[0].errors
             assert other.prompt_logprobs == found[0].prompt_logprobs
         return found[0]
@@ -97,7 +112,7 @@ class Group:
         while flights or any(k < len(p) + count - 1 for k, p in zip(launched, prompts, strict=True)):
             new = [i for i in range(n) if joins[i] == step]
             for i in new:
-                self.admit(slots[i], request(i, prompts[i], count, params[i]))
+                self.init_slot(slots[i], request(i, prompts[i], count, params[i]))
             decodes, chunks = [], []
             for i, prompt in enumerate(prompts):
                 if joins[i] > step or launched[i] >= len(prompt) + count - 1:
@@ -118,9 +133,9 @@ class Group:
     def _settle(self, entries, slots, out) -> None:
         outcome = self.outcome()
         for k, (i, *_) in enumerate(e for e in entries if e[3]):
-            out[i][0].append(int(outcome.tokens[k]))
-            if k in outcome.logprobs:
-                out[i][1].append(outcome.logprobs[k])
+            out[i][0].extend(outcome.tokens[k, : outcome.accepted[k]].tolist())
+            if (k, 0) in outcome.logprobs:
+                out[i][1].append(outcome.logprobs[k, 0])
         for slot, (_, found) in outcome.prompt_logprobs.items():
             out[slots.index(slot)][2].extend(found)
 

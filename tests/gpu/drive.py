@@ -25,7 +25,6 @@ from slipstream.log.batch import Batch  # noqa: E402
 from slipstream.log.request import Request, SamplingParams  # noqa: E402
 from slipstream.ops.collective import SharedMemory  # noqa: E402
 
-EMPTY_PAGES = np.zeros((0, 3), np.int32)
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1031, "hidden_size": 192, "intermediate_size": 320,
     "num_hidden_layers": 3,
@@ -41,7 +40,7 @@ class Feeder:
         self.executor, self.page_size = executor, page_size
         self.seq = 0
         self.free = list(range(executor_pages(executor), 0, -1))
-        self.held: dict[int, list[int]] = {}  # pages by slot; whoever is admitted there next has given them back
+        self.held: dict[int, list[int]] = {}  # pages by slot; the slot's next owner has given them back
         self.length: dict[int, int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.flying: list[Batch] = []
@@ -49,8 +48,8 @@ class Feeder:
         self.times: list[float] = []
         self.host: list[float] = []
 
-    def admit(self, slot: int, prompt: np.ndarray, **sampling) -> None:
-        self.executor.admit(slot, Request(slot, prompt.astype("<i4").tobytes(), 1, SamplingParams(**sampling)))
+    def init_slot(self, slot: int, prompt: np.ndarray, **sampling) -> None:
+        self.executor.init_slot(slot, Request(slot, prompt.astype("<i4").tobytes(), 1, SamplingParams(**sampling)))
         self.free += reversed(self.held.get(slot, []))
         self.length[slot], self.tokens[slot], self.held[slot] = 0, [], []
 
@@ -59,14 +58,15 @@ class Feeder:
         slots = np.concatenate([decode, np.array([c[0] for c in chunks], np.int32)]).astype(np.int32) if len(chunks) else decode
         counts = np.array([1] * len(decode) + [c[1] for c in chunks], np.int32)
         starts = np.array([self.length[s] for s in slots.tolist()], np.int32)
-        samples = np.array([True] * len(decode) + [c[2] for c in chunks])
+        sampled = np.array([1] * len(decode) + [int(c[2]) for c in chunks], np.int32)
         pages = []
         for s, end in zip(slots.tolist(), (starts + counts).tolist(), strict=True):
             self.length[s] = end
             while len(self.held[s]) * self.page_size < end:
-                pages.append((s, len(self.held[s]), self.free[-1]))
+                pages.append((0, s, len(self.held[s]), self.free[-1]))
                 self.held[s].append(self.free.pop())
-        batch = Batch(self.seq, slots, starts, counts, samples, len(decode), np.array(pages, np.int32).reshape(-1, 3))
+        places = np.array(pages, np.int32).reshape(-1, 4)
+        batch = Batch(self.seq, slots, starts, counts, sampled, int(sampled.max()), len(decode), places)
         self.seq += 1
         at = time.perf_counter()
         if masks is None:
@@ -87,8 +87,9 @@ class Feeder:
         for outcome in found:
             batch = self.flying.pop(0)
             assert outcome.seq == batch.seq
-            for s, t in zip(batch.slots[batch.samples].tolist(), outcome.tokens.tolist(), strict=True):
-                self.tokens[s].append(t)
+            rows = zip(batch.slots[batch.judged].tolist(), outcome.tokens.tolist(), outcome.accepted.tolist(), strict=True)
+            for s, tokens, accepted in rows:
+                self.tokens[s] += tokens[:accepted]
             self.outcomes.append(outcome)
             self.times.append(time.perf_counter())
 
@@ -107,9 +108,10 @@ def open_executor(device: str, config: EngineConfig, path: str, rank: int, size:
     config.device = device
     executor, _ = build_executor(config, path, rank, size, fd, None)
     capacity = executor.capacity()
-    pages = min(capacity.pages, config.max_num_seqs * -(-capacity.max_len // executor.page_size))
-    executor.given_pages = pages
-    executor.start(pages, capacity.slots, capacity.max_len)
+    limits = capacity.limits
+    (table,) = limits.tables
+    executor.given_pages = min(table.pages, limits.slots * limits.columns)
+    executor.start(limits._replace(tables=(table._replace(pages=executor.given_pages),)))
     return executor, capacity
 
 
@@ -177,7 +179,7 @@ def story(rank: int, size: int, fd: int, device: str, path: str, dtype: str, eag
     lengths = [5, 300, 64, 700, 33, 90, 17, 128]
     running: list[int] = []
     for slot, (kind, n) in enumerate(zip(kinds, lengths, strict=True)):
-        feeder.admit(slot, rng.integers(0, 1031, n), **kind)
+        feeder.init_slot(slot, rng.integers(0, 1031, n), **kind)
         at = 0
         while at < n:
             count = min(200 - len(running), n - at)
@@ -188,8 +190,8 @@ def story(rank: int, size: int, fd: int, device: str, path: str, dtype: str, eag
     decode = np.array(running, np.int32)
     for _ in range(20):
         feeder.step(decode)
-    mask = np.zeros(-(-1031 // 32), np.uint32)
-    mask[3] = 0b1010
+    mask = np.zeros((1, -(-1031 // 32)), np.uint32)
+    mask[0, 3] = 0b1010
     feeder.step(decode, masks={0: mask, 3: mask})
     feeder.step(decode, masks={1: np.zeros_like(mask)})
     decode = np.array(running[::2], np.int32)
@@ -245,7 +247,7 @@ def steady(feeder: Feeder, rows: int, length: int, steps: int) -> tuple[float, f
     """Milliseconds per step and microseconds of host time for `rows` decode rows at about `length` tokens."""
     rng = np.random.default_rng(rows)
     for slot in range(rows):
-        feeder.admit(slot, rng.integers(0, 1000, length), temperature=0.0)
+        feeder.init_slot(slot, rng.integers(0, 1000, length), temperature=0.0)
         feeder.length[slot] = length - 1
     chunks = [(slot, 1, True) for slot in range(rows)]
     feeder.step(np.zeros(0, np.int32), chunks)
@@ -268,7 +270,7 @@ def mixed(feeder: Feeder, rows: int, chunk: int, context: int, steps: int) -> tu
     slot = 100
     context -= chunk * (3 + steps // 2)  # so that it is met in the middle of the measurement
     context = max(0, context)
-    feeder.admit(slot, rng.integers(0, 1000, context + chunk * (steps + 4)), temperature=0.0)
+    feeder.init_slot(slot, rng.integers(0, 1000, context + chunk * (steps + 4)), temperature=0.0)
     feeder.length[slot] = context
     decode = np.arange(rows, dtype=np.int32)
     for _ in range(3):
@@ -289,7 +291,7 @@ def sustained(feeder: Feeder, rows: int, chunk: int, context: int, rounds: int =
     begin, first = 0.0, 0
     for i in range(rounds):
         slot = 100 + i
-        feeder.admit(slot, rng.integers(0, 1000, context + 8 * chunk), temperature=0.0)
+        feeder.init_slot(slot, rng.integers(0, 1000, context + 8 * chunk), temperature=0.0)
         feeder.length[slot] = context
         for _ in range(8):
             feeder.step(decode, [(slot, chunk, False)])
@@ -320,7 +322,8 @@ def speed(rank: int, size: int, fd: int, path: str, profile: str):
     feeder = Feeder(executor, executor.page_size)
     say = print if rank == 0 else lambda *a, **k: None
     say(
-        f"TP {size}: ready in {ready:.1f} s, {capacity.pages} pages, weights {capacity.weight_bytes / 2**30:.2f} GiB",
+        f"TP {size}: ready in {ready:.1f} s, {executor.given_pages} of {capacity.limits.tables[0].pages} pages, "
+        f"weights {capacity.weight_bytes / 2**30:.2f} GiB",
         flush=True,
     )
     for rows, length, steps in ((1, 900, 100), (16, 900, 60), (48, 890, 100), (128, 890, 60)):

@@ -63,7 +63,7 @@ def alone(rank: int, size: int, fd: int, scenario: str):
 def padding(executor, feeder) -> bool:
     """FF-23: three rows run in a graph of four; the pages that nobody was given stay as they were."""
     for slot in range(3):
-        feeder.admit(slot, np.arange(5) + slot, temperature=0.0)
+        feeder.init_slot(slot, np.arange(5) + slot, temperature=0.0)
     mine = {feeder.free[-1 - i] for i in range(3)}
     before = [(k.clone(), v.clone()) for k, v in executor.caches]
     feeder.step(np.zeros(0, np.int32), [(slot, 5, True) for slot in range(3)])
@@ -81,7 +81,7 @@ def padding(executor, feeder) -> bool:
 
 def flights(executor, feeder) -> bool:
     """FF-07: as many launches in flight as there are places; each keeps its own events and buffers until it was taken."""
-    feeder.admit(0, np.arange(5), temperature=0.0)
+    feeder.init_slot(0, np.arange(5), temperature=0.0)
     feeder.step(np.zeros(0, np.int32), [(0, 5, True)])
     decode = np.zeros(1, np.int32)
     for _ in range(100):
@@ -90,7 +90,7 @@ def flights(executor, feeder) -> bool:
         assert len(set(flying)) == len(flying) and not set(flying) & {id(f) for f in executor._free}
     feeder.drain()
     eight = feeder.tokens[0]
-    feeder.admit(1, np.arange(5), temperature=0.0)
+    feeder.init_slot(1, np.arange(5), temperature=0.0)
     feeder.step(np.zeros(0, np.int32), [(1, 5, True)])
     decode = np.ones(1, np.int32)
     for _ in range(100):
@@ -118,8 +118,45 @@ def test_more_ranks_than_gpus_are_refused_by_name():
 
 def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
     from slipstream.config import EngineConfig
-    from slipstream.device.cuda.memory import GIB, pages_that_fit
+    from slipstream.device.cuda.memory import GIB, cache_memory
+    from slipstream.device.memory import CacheNeeds
     from slipstream.errors import ConfigError
+    from slipstream.log.caches import Paged
+
+    needs = CacheNeeds((Paged(8, 128),), torch.bfloat16, 64, 8, 1024)
 
     with pytest.raises(ConfigError, match=r"GiB × --gpu-memory-utilization 0.9 = .* for weights"):
-        pages_that_fit(EngineConfig(), 1 << 20, 900 * GIB, 900 * GIB, torch.device("cuda", 0))
+        cache_memory(EngineConfig(), needs, 900 * GIB, 900 * GIB, torch.device("cuda", 0))
+
+
+def test_pages_of_layers_of_any_shape_come_back_from_the_host():
+    from slipstream.device.cuda.offload import HostPages
+
+    device = torch.device("cuda", 0)
+    arrays = [torch.randn((41, *shape), device=device, dtype=torch.bfloat16) for shape in ((2, 16, 8), (2, 16, 8), (16, 24))]
+    before = [a.clone() for a in arrays]
+    host = HostPages(30, arrays, device)
+    pages, to, back = tuple(range(1, 21)), tuple(range(25, 5, -1)), tuple(range(40, 20, -1))
+    host.save(pages, to)
+    for a in arrays:
+        a[1:21] = -1.0
+    host.load(to, back)
+    for a, old in zip(arrays, before, strict=True):
+        assert torch.equal(a[list(back)], old[list(pages)]) and torch.equal(a[0], old[0]) and (a[1:21] == -1.0).all()
+    assert host.seconds() > 0 and HostPages(0, arrays, device).seconds() == 0 == HostPages(4, [], device).seconds()
+
+
+def test_state_is_copied_to_snapshots_and_back_in_order():
+    from slipstream.device.state import SlotState
+    from slipstream.log.caches import Paged, PerSlot, StateArray
+
+    layouts = (Paged(1, 16), PerSlot((StateArray((4, 3), "float32"), StateArray((2,), "bfloat16"))))
+    state = SlotState(layouts, 3, 2, torch.device("cuda", 0))
+    assert list(state.arrays) == [1] and [tuple(a.shape) for a in state.arrays[1]] == [(4, 4, 3), (4, 2)]
+    for a in state.arrays[1]:
+        a[1] = 7.0
+    state.save(((1, 2),))
+    state.set(0, 2)
+    state.set(1, 0)
+    for a in state.arrays[1]:
+        assert (a[0] == 7.0).all() and not a[1:].any()

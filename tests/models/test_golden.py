@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from slipstream.device.cpu.memory import allocate_caches
+from slipstream.device.cpu.memory import page_arrays
 from slipstream.errors import ModelError
 from slipstream.models.registry import build
 from slipstream.ops.cpu.ops import PlainOps
@@ -61,15 +61,15 @@ def run_rank(checkpoint, rank: int, size: int, collective, chunk: int) -> list[t
         ops = PlainOps(torch.float32, Shard(rank, size), collective)
         model = build(checkpoint, ops)
         table = (1 + np.random.default_rng(0).permutation(len(PROMPTS) * COLUMNS)).astype(np.int32).reshape(-1, COLUMNS)
-        caches = allocate_caches(model.cache, table.size, BLOCK, torch.float32)
+        caches = [page_arrays(c, table.size + 1, BLOCK, torch.float32) for c in model.caches]
         out = [[] for _ in PROMPTS]
         for start in range(0, max(LENGTHS), chunk):
             rows = [i for i, n in enumerate(LENGTHS) if n > start]
             counts = np.array([min(chunk, LENGTHS[i] - start) for i in rows])
             ids = np.concatenate([PROMPTS[i][start : start + n] for i, n in zip(rows, counts, strict=True)])
             starts = np.full(len(rows), start)
-            step = build_step(ids, np.array(rows), starts, counts, table, caches, torch.float32, BLOCK)
-            parts = model.logits(model.forward(step)).split(counts.tolist())
+            step = build_step(ids, np.array(rows), starts, counts, table[None], (0,), caches, torch.float32, BLOCK)
+            parts = model.logits(model.forward(step), step).split(counts.tolist())
             for i, part in zip(rows, parts, strict=True):
                 out[i].append(part)
         return [torch.cat(o) for o in out]
@@ -104,11 +104,11 @@ def test_bfloat16_stays_near_float32():
     with torch.inference_mode():
         ops = PlainOps(torch.bfloat16)
         model = build(open_checkpoint(path), ops)
-        caches = allocate_caches(model.cache, COLUMNS, BLOCK, torch.bfloat16)
+        caches = [page_arrays(c, COLUMNS + 1, BLOCK, torch.bfloat16) for c in model.caches]
         table = np.arange(1, COLUMNS + 1, dtype=np.int32)[None]
         n = np.array([LENGTHS[0]])
-        step = build_step(PROMPTS[0], np.zeros(1, int), np.zeros(1, int), n, table, caches, torch.bfloat16, BLOCK)
-        error = (model.logits(model.forward(step)) - reference(path)[0]).abs().mean()
+        step = build_step(PROMPTS[0], np.zeros(1, int), np.zeros(1, int), n, table[None], (0,), caches, torch.bfloat16, BLOCK)
+        error = (model.logits(model.forward(step), step) - reference(path)[0]).abs().mean()
     assert error < 0.05
 
 

@@ -12,24 +12,27 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.device.cpu.memory import allocate_caches, pages_for, resolve_dtype, threads_per_rank
+from slipstream.device.cpu.memory import cache_memory, page_arrays, resolve_dtype, threads_per_rank
 from slipstream.device.cpu.tables import SlotTables
 from slipstream.device.cpu.threads import Crew
 from slipstream.device.executor import Batch, Capacity, DeviceProgress, Outcome, StepFailed
-from slipstream.device.memory import page_bytes
+from slipstream.device.memory import MOST_PAGES, CacheNeeds, cache_dtype
+from slipstream.device.state import SlotState
 from slipstream.errors import ConfigError
+from slipstream.log.caches import Limits, window_of, windows
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.models.registry import build
 from slipstream.ops.collective import Collective
 from slipstream.ops.cpu.ops import PlainOps
-from slipstream.ops.cpu.paged import build_step
+from slipstream.ops.cpu.paged import PagedStep, build_step
+from slipstream.ops.interface import JudgedRows
 from slipstream.ops.sampler import Sampler, SampleRow
 from slipstream.shard import Shard
 from slipstream.system.bell import Bell
@@ -50,6 +53,7 @@ class CpuExecutor:
         self.page_size = config.block_size or PAGE_SIZE
         self.threads = threads_per_rank(shard.size)
         self.dtype = resolve_dtype(config.dtype)
+        self.cache_dtype = cache_dtype(config.kv_cache_dtype, self.dtype)
         self.ops = PlainOps(self.dtype, shard, collective)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
@@ -64,26 +68,41 @@ class CpuExecutor:
         self._bell = Bell()
 
     def capacity(self) -> Capacity:
-        c, page_size = self.config, self.page_size
-        each = page_bytes(self.model.cache, page_size, self.dtype)
-        max_len = c.max_model_len or self.model.max_len
-        wanted = c.max_num_seqs * -(-max_len // page_size)
-        pages = pages_for(each, wanted, self.shard.size, c.kv_cache_memory_bytes, page_size)
-        spare = c.kv_offload_memory_bytes
-        host_pages = pages // 4 if spare is None else spare // each if each else pages
-        return Capacity(page_size, pages, c.max_num_seqs, min(max_len, pages * page_size), self.ops.weight_bytes, host_pages)
+        c = self.config
+        needs = CacheNeeds(
+            self.model.caches, self.cache_dtype, self.page_size, c.max_num_seqs, c.max_model_len or self.model.max_len
+        )
+        given = c.kv_cache_memory_bytes
+        most = needs.slots * -(-needs.max_len // self.page_size) if given is None else MOST_PAGES
+        memory = cache_memory(needs, self.shard.size, given)
+        return Capacity(needs.limits(memory, most, c.enable_prefix_caching, c.kv_offload_memory_bytes), self.ops.weight_bytes)
 
-    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
-        self.tables = SlotTables(slots, max_len, self.page_size)
-        self.caches = allocate_caches(self.model.cache, pages, self.page_size, self.dtype)
-        self.host = allocate_caches(self.model.cache, host_pages, self.page_size, self.dtype)
+    def start(self, limits: Limits) -> None:
+        layouts = self.model.caches
+        self.tables = SlotTables(limits)
+        self.windows = windows(layouts)
+        self.state = SlotState(layouts, limits.slots, limits.snapshots, self.ops.device)
+        self.caches: list[tuple[Tensor, ...]] = []  # by layer
+        self._pages: list[_PageArrays] = [_PageArrays([], []) for _ in limits.tables]
+        for i, layout in enumerate(layouts):
+            window = window_of(layout)
+            if window is None:
+                self.caches.append(self.state.arrays.get(i, ()))
+                continue
+            table = self.windows.index(window)
+            sizes = limits.tables[table].pages + 1, limits.tables[table].host_pages
+            device, host = (page_arrays(layout, n, limits.page_size, self.cache_dtype) for n in sizes)
+            self.caches.append(device)
+            self._pages[table].device.extend(device)
+            self._pages[table].host.extend(host)
         self.copy_seconds = self._call(self._time_copies)
 
     def _time_copies(self) -> float:
-        """Seconds that a page takes to the host and back, here from memory to memory."""
-        sample = torch.zeros_like(self.caches[0][0])
+        """Seconds that one page of each table takes to the host and back, here from memory to memory."""
+        caches = [cache for pages in self._pages for cache in pages.device]
+        samples = [torch.zeros_like(cache[0]) for cache in caches]
         begin = time.perf_counter()
-        for cache in self.caches:
+        for cache, sample in zip(caches, samples, strict=True):
             cache[0].copy_(sample)  # the null page, which holds nothing of anybody
         return 2 * (time.perf_counter() - begin)
 
@@ -104,14 +123,21 @@ class CpuExecutor:
         self._work.put(run)
         return result.result()
 
-    def admit(self, slot: int, request: Request) -> None:
-        self._work.put(lambda: self.tables.admit(slot, request))
+    def init_slot(self, slot: int, request: Request) -> None:
+        def work() -> None:
+            self.tables.init_slot(slot, request)
+            self.state.set(slot, 0)
 
-    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
-        self._work.put(lambda: _copy_pages(self.caches, pages, self.host, host))
+        self._work.put(work)
 
-    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
-        self._work.put(lambda: _copy_pages(self.host, host, self.caches, pages))
+    def set_state(self, slot: int, snapshot: int) -> None:
+        self._work.put(lambda: self.state.set(slot, snapshot))
+
+    def offload(self, table: int, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        self._work.put(lambda: _copy_pages(self._pages[table].device, pages, self._pages[table].host, host))
+
+    def restore(self, table: int, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        self._work.put(lambda: _copy_pages(self._pages[table].host, host, self._pages[table].device, pages))
 
     def launch(self, batch: Batch) -> None:
         def work() -> None:
@@ -167,17 +193,21 @@ class CpuExecutor:
         tables = self.tables
         tables.write_pages(batch.pages)
         ids = tables.ids(batch.slots, batch.starts, batch.counts)
-        step = build_step(ids, batch.slots, batch.starts, batch.counts, tables.pages, self.caches, self.dtype, self.page_size)
+        step = build_step(
+            ids, batch.slots, batch.starts, batch.counts, tables.pages, self.windows, self.caches, self.dtype, self.page_size
+        )
         hidden = self.model.forward(step)
+        self.state.save(batch.saves)
         pending = _Pending(batch, start)
-        last = np.cumsum(batch.counts)[batch.samples] - 1
+        last = np.cumsum(batch.counts)[pending.judged] - 1
         if len(last):
             every = len(last) == hidden.shape[0]
-            pending.logits = self.model.logits(hidden if every else hidden[torch.from_numpy(last.astype(np.int64))])
-        self._prompt_logprobs(batch, hidden, pending)
+            rows = JudgedRows(torch.from_numpy(batch.slots[pending.judged].astype(np.int64)))
+            pending.logits = self.model.logits(hidden if every else hidden[torch.from_numpy(last.astype(np.int64))], rows)
+        self._prompt_logprobs(batch, step, hidden, pending)
         self._pending = pending
 
-    def _prompt_logprobs(self, batch: Batch, hidden: Tensor, pending: "_Pending") -> None:
+    def _prompt_logprobs(self, batch: Batch, step: PagedStep, hidden: Tensor, pending: "_Pending") -> None:
         """Position p of a prompt is judged by the logits of p - 1; the prompt's last row judges the first generated token."""
         at = 0
         for slot, start, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
@@ -190,14 +220,17 @@ class CpuExecutor:
             targets = self.tables.tokens[slot, start + 1 : start + 1 + judged]
             for i in range(0, judged, _PROMPT_ROWS):
                 few = targets[i : i + _PROMPT_ROWS]
-                logits = self.model.logits(hidden[first + i : first + i + len(few)])
+                part = slice(first + i, first + i + len(few))
+                logits = self.model.logits(hidden[part], JudgedRows(step.slots[part]))
                 self.sampler.prompt_logprobs(logits, slot, few, top, rows)
             pending.prompt_logprobs[slot] = (start + 1, rows)
 
     def _sample_rows(self, slots: np.ndarray, ends: np.ndarray, masks: dict[int, np.ndarray]) -> list[SampleRow]:
         tables = self.tables
         return [
-            SampleRow(s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks.get(s))
+            SampleRow(
+                s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks[s][0] if s in masks else None
+            )
             for s, end in zip(slots.tolist(), ends.tolist(), strict=True)
         ]
 
@@ -205,11 +238,12 @@ class CpuExecutor:
         pending, self._pending = self._pending, None
         assert pending is not None and pending.batch.seq == seq
         batch, tables = pending.batch, self.tables
-        slots = batch.slots[batch.samples]
-        ends = (batch.starts + batch.counts)[batch.samples]
+        assert batch.width <= 1, "`capacity` offers one token a row"
+        slots = batch.slots[pending.judged]
+        ends = (batch.starts + batch.counts)[pending.judged]
         keep = [i for i, slot in enumerate(slots.tolist()) if slot not in discarded]
-        tokens = np.full(len(slots), -1, np.int32)
-        outcome = Outcome(seq, tokens, prompt_logprobs=pending.prompt_logprobs)
+        tokens = np.full((len(slots), 1), -1, np.int32)
+        outcome = Outcome(seq, tokens, np.ones(len(slots), np.int32), prompt_logprobs=pending.prompt_logprobs)
         if keep:
             assert pending.logits is not None
             logits = pending.logits if len(keep) == len(slots) else pending.logits[keep]
@@ -217,9 +251,9 @@ class CpuExecutor:
                 sampled = self.sampler.greedy(logits)
             else:
                 sampled = self.sampler.sample(logits, self._sample_rows(slots[keep], ends[keep], masks))
-            tokens[keep] = sampled.tokens
+            tokens[keep, 0] = sampled.tokens
             tables.tokens[slots[keep], ends[keep]] = np.maximum(sampled.tokens, 0)
-            outcome.logprobs.update((keep[i], found) for i, found in sampled.logprobs.items())
+            outcome.logprobs.update(((keep[i], 0), found) for i, found in sampled.logprobs.items())
             outcome.errors.update((keep[i], why) for i, why in sampled.errors.items())
         end = time.monotonic_ns()
         if self.board is not None:
@@ -229,18 +263,26 @@ class CpuExecutor:
         self._bell.ring()
 
 
+class _PageArrays(NamedTuple):
+    """All arrays of one page table's layers, on the device and in the host memory for preempted requests, in one order."""
+
+    device: list[Tensor]
+    host: list[Tensor]
+
+
 class _Pending:
     """A step between its forward and its sampling."""
 
     def __init__(self, batch: Batch, start: int):
         self.batch = batch
+        self.judged = batch.judged
         self.start = start  # monotonic nanoseconds
         self.logits: Tensor | None = None
         self.prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = {}
 
 
 def _copy_pages(source: list[Tensor], pages: tuple[int, ...], target: list[Tensor], into: tuple[int, ...]) -> None:
-    """Copies pages between caches, in every layer."""
+    """Copies pages between arrays, in every layer of a table."""
     take, put = torch.tensor(pages), torch.tensor(into)
     for a, b in zip(source, target, strict=True):
         if a.numel():

@@ -1,5 +1,6 @@
 """What this machine's CPU and memory offer a rank: number type, threads, pages."""
 
+import math
 import mmap
 import os
 
@@ -7,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.device.memory import DTYPES
+from slipstream.device.memory import DTYPES, CacheNeeds
 from slipstream.errors import ConfigError
-from slipstream.models.llama import CacheShape
+from slipstream.log.caches import CacheLayout, Latent, Paged, Window
 
 _SHARE = 0.25  # of the free memory that the KV caches of all ranks take at most when nothing is said
 
@@ -42,39 +43,46 @@ def threads_per_rank(ranks: int) -> int:
     return min(cores, int(asked)) if asked.isdigit() and int(asked) else cores
 
 
-def allocate_caches(cache: CacheShape, pages: int, page_size: int, dtype: torch.dtype) -> list[Tensor]:
-    """Per layer [pages + 1, block, 2 * heads, head_dim] of zeros.
+def page_arrays(layout: CacheLayout, pages: int, page_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Zeros for `pages` pages of a layer; nothing for a layer without pages.
+
+    [pages, page_size, 2 * heads, head_dim], keys and then values of a token side by side, or [pages, page_size, width].
 
     Pages that were never written take no memory. They come in the kernel's small pages: a huge one would be taken for every
     layer in the same step, whose streams would wait for it.
     """
-    shape = (pages + 1, page_size, 2 * cache.heads, cache.head_dim)
-    size = int(np.prod(shape)) * dtype.itemsize
+    if isinstance(layout, Paged | Window):
+        shape = (pages, page_size, 2 * layout.heads, layout.head_dim)
+    elif isinstance(layout, Latent):
+        shape = (pages, page_size, layout.width)
+    else:
+        return ()
+    size = math.prod(shape) * dtype.itemsize
     if not size:
-        return [torch.empty(shape, dtype=dtype)] * cache.layers
-    out = []
-    for _ in range(cache.layers):
-        memory = mmap.mmap(-1, size)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-        out.append(torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape))
-    return out
+        return (torch.empty(shape, dtype=dtype),)
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return (torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape),)
 
 
-def pages_for(each: int, wanted: int, ranks: int, given: int | None, page_size: int) -> int:
-    """Pages of `each` bytes: what the `given` bytes (--kv-cache-memory-bytes) hold, or as many as are wanted within a share of
-    the memory that is free. ConfigError where that is none, or more than this machine has.
+def cache_memory(needs: CacheNeeds, ranks: int, given: int | None) -> int:
+    """Bytes for the caches of one of `ranks` ranks: `given` (--kv-cache-memory-bytes), or a share of the memory that is free.
+
+    ConfigError where that does not hold the state of all slots and one page, or is more than this machine has.
     """
-    if not each:
-        return wanted
+    if not needs.least_bytes:
+        return 0
     free = _available_bytes()
     if given is not None and given * ranks > free:
         text = f"{ranks} x {given} bytes" if ranks > 1 else f"{given} bytes"
         raise ConfigError(f"--kv-cache-memory-bytes: {text} are more than the {free} that are free on this machine")
-    pages = min(wanted, int(free * _SHARE / ranks) // each) if given is None else given // each
-    if pages < 1:
+    memory = int(free * _SHARE / ranks) if given is None else given
+    if memory < needs.least_bytes:
         has = f"a quarter of the free memory is {int(free * _SHARE)}" if given is None else f"{given} were given"
-        raise ConfigError(f"--kv-cache-memory-bytes: one page of {page_size} tokens needs {each} bytes; {has}")
-    return pages
+        state = f"the state of {needs.slots} slots needs {needs.state_bytes} bytes and " if needs.state_bytes else ""
+        page = f"one page of {needs.page_size} tokens needs {sum(needs.page_bytes)} bytes"
+        raise ConfigError(f"--kv-cache-memory-bytes: {state}{page}; {has}")
+    return memory
 
 
 def _available_bytes() -> int:

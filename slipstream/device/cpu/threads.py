@@ -1,8 +1,8 @@
 """How many threads a step on the CPU gets: all that the rank has, or one while other programs want its cores.
 
-PyTorch's threads meet after every layer, some hundred times a step. Where one of them has lost its core to another program, the
-others wait for a slice of the kernel's scheduler at each meeting, and a step takes 20 to 40 times as long. One thread has
-nobody to meet.
+PyTorch's threads wait for each other after every layer, some hundred times a step. Where one of them has lost its core to
+another program, the others wait for a slice of the kernel's scheduler each time, and a step takes 20 to 40 times as long. One
+thread waits for no other.
 """
 
 import os
@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-SHORT = 0.005  # seconds of work below which nothing is learned
+SHORT_S = 0.005  # of work, below which nothing is learned
 KEPT = 0.75  # of its time that the working thread ran, on average, below which others are taken to want the cores
 SMOOTH = 0.3  # weight of the latest work in that average: a hiccup of the machine is no sign
-HOLD = 0.5  # seconds of one thread before the machine is looked at again ...
-HOLD_MOST = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
+HOLD_S = 0.5  # of one thread before the machine is looked at again ...
+MOST_HOLD_S = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
 SPARE = 0.7  # of a core that must have been free for each further thread
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -40,7 +40,7 @@ class Crew:
         self.most = most
         self.count = most
         self._free = free
-        self._hold = HOLD
+        self._hold = HOLD_S
         self._kept = 1.0
         self._since = 0.0  # when the last look at the machine was ...
         self._free_then = 0.0  # ... and what it said
@@ -59,12 +59,12 @@ class Crew:
 
     def observe(self, now: float, wall: float, ran: float) -> None:
         """A piece of work took `wall` seconds up to `now`, of which its thread ran for `ran`."""
-        if self.count == 1 or wall < SHORT:
+        if self.count == 1 or wall < SHORT_S:
             return
         self._kept += SMOOTH * (ran / wall - self._kept)
         if self._kept < KEPT:
             self._set(1)
-            self._hold = HOLD if now - self._well_since > HOLD_MOST else min(2 * self._hold, HOLD_MOST)
+            self._hold = HOLD_S if now - self._well_since > MOST_HOLD_S else min(2 * self._hold, MOST_HOLD_S)
             self._since, self._free_then = now, self._free()
 
     def look(self, now: float) -> None:

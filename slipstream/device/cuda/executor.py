@@ -17,30 +17,34 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.device.cuda.graphs import Graphs, decode_buckets, padded, token_buckets
-from slipstream.device.cuda.memory import choose_device, pages_that_fit, resolve_dtype
+from slipstream.device.cuda.memory import cache_memory, choose_device, page_arrays, resolve_dtype
 from slipstream.device.cuda.offload import HostPages
 from slipstream.device.cuda.sampler import CudaSampler, Extras
 from slipstream.device.cuda.tables import CudaTables, Layout, StepBuffers, StepInputs, pinned, round_up
 from slipstream.device.executor import Batch, Capacity, DeviceProgress, Executor, Outcome, StepFailed
-from slipstream.device.memory import page_bytes
+from slipstream.device.memory import MOST_PAGES, CacheNeeds, cache_dtype
+from slipstream.device.state import SlotState
 from slipstream.errors import ConfigError
+from slipstream.log.caches import Limits, TableLimits, window_of
 from slipstream.log.request import Request
 from slipstream.models.registry import build
 from slipstream.ops import sampler
 from slipstream.ops.collective import SharedMemory
-from slipstream.ops.cuda.ops import CudaOps, CudaStep, check_shape
+from slipstream.ops.cuda.ops import CudaOps, CudaStep, DecodeScratch, Tiles, check_attention
 from slipstream.ops.cuda.prepare import decode_prepare_kernel, gather_kernel, ids_kernel
 from slipstream.ops.cuda.prompt_blocks import ROWS, SPARE
 from slipstream.ops.cuda.sample import NO_TOKEN
 from slipstream.ops.cuda.symmetric import PROGRAMS, Symmetric
-from slipstream.ops.interface import Ops
+from slipstream.ops.interface import JudgedRows, Ops
 from slipstream.shard import Shard, split_evenly
+from slipstream.weights.packed import Packed
 
-PAGE_SIZE = 64  # tokens of a page unless the user says otherwise: what the copy engine brings at once (`triton_attention.TILE`)
+PAGE_SIZE = 64  # tokens of a page unless the user says otherwise: what the copy engine brings at once (`attention.TILE`)
+WIDTH = 1  # tokens that a row may give: nothing drafts yet
 DEPTH = 8  # places of the outcome ring, and launches that may be in flight
-LONG = 0.5  # seconds after which a step's kernels are looked at
+SLOW_STEP_S = 0.5  # after which a step's barriers are looked at
 WORKSPACE = ":0:0"  # of cuBLAS: with room for partial products it splits K where that costs more (docs/gpu_log.md)
-_CONNECT_TIMEOUT_S = 120.0  # seconds that the ranks of a group may take to find each other
+_CONNECT_TIMEOUT_S = 120.0  # that the ranks of a group may take to find each other
 
 
 class OnDevice:
@@ -55,6 +59,9 @@ class OnDevice:
     def tensor(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._checkpoint.tensor(*args, **kwargs, device=self._device)
 
+    def linear(self, *args: Any, **kwargs: Any) -> Packed:
+        return self._checkpoint.linear(*args, **kwargs, device=self._device)
+
 
 class LaunchBuffers:
     """One launch: its host buffers, its events, what its outcome needs. Handed out again only after the outcome was taken."""
@@ -62,12 +69,12 @@ class LaunchBuffers:
     def __init__(self, pages: int, inputs: int, outcome: int):
         self.buffers = StepBuffers(pages, inputs, outcome)
         self.started = torch.cuda.Event(enable_timing=True)
-        self.ended: torch.cuda.Event  # outlives the flight: the next step is placed in time by it
+        self.ended: torch.cuda.Event  # outlives these buffers: the next step is placed in time by it
         self.arrived = torch.cuda.Event()
         self.seq = -1
         self.at = 0.0  # of its launch, seconds
-        self.samples = 0
-        self.masked: frozenset[int] = frozenset()  # sampling rows under a grammar's mask
+        self.judged = 0  # rows
+        self.masked: frozenset[int] = frozenset()  # judged rows under a grammar's mask
         self.extras: Extras | None = None
 
 
@@ -75,10 +82,10 @@ class CudaExecutor:
     """A `device.executor.Executor`. Loads this rank's part of the model when made."""
 
     def __init__(
-        self, checkpoint: Any, config: EngineConfig, shard: Shard, device: torch.device, meeting: str = "",
+        self, checkpoint: Any, config: EngineConfig, shard: Shard, device: torch.device, file: str = "",
         board: DeviceProgress | None = None,
     ):  # fmt: skip
-        """`meeting` names a file in which the ranks of a group find each other.
+        """`file` names a file in which the ranks of a group find each other.
 
         Raises ModelError for a model that cannot be built and ConfigError for settings that it does not allow.
         """
@@ -92,51 +99,55 @@ class CudaExecutor:
         torch.cuda.set_stream(self.stream)
         self.symmetric = Symmetric(device, shard.rank, shard.size)
         if shard.size > 1:
-            self.symmetric.connect(meeting, _CONNECT_TIMEOUT_S)
+            self.symmetric.connect(file, _CONNECT_TIMEOUT_S)
         self.ops = CudaOps(resolve_dtype(config.dtype), device, shard, self.symmetric)
+        self.cache_dtype = cache_dtype(config.kv_cache_dtype, self.ops.dtype)
         before = torch.cuda.memory_allocated(device)
         self.model = build(OnDevice(checkpoint, device), cast(Ops, self.ops), config.max_model_len)
         self.weight_bytes = torch.cuda.memory_allocated(device) - before
         if config.max_model_len and config.max_model_len > self.model.max_len:
             raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
-        heads = self.model.layers[0].attention.heads
-        check_shape(self.model.cache.head_dim, heads.num_q_heads, heads.num_kv_heads)
+        for spec in self.model.attentions:
+            check_attention(spec, self.model.caches[spec.cache])
         self._most = round_up(max(config.max_num_batched_tokens, config.max_num_seqs), 64)
         if shard.size > 1:
             part = -(-self.model.vocab // shard.size)
-            self.symmetric.allocate(self._most, self.model.config.hidden, self.ops.dtype, config.max_num_seqs, part)
+            self.symmetric.allocate(self._most, self.model.hidden, self.ops.dtype, config.max_num_seqs * WIDTH, part)
         self.copy_seconds = 0.0
-        self._look, self._meetings, self._looked_at = torch.cuda.Stream(device), pinned(1), 0.0
+        self._look, self._barriers, self._looked_at = torch.cuda.Stream(device), pinned(1), 0.0
         self._flying: collections.deque[LaunchBuffers] = collections.deque()
         self._clock: tuple[torch.cuda.Event, int] | None = None
 
     # --- before the first step
 
     def capacity(self) -> Capacity:
-        c, page_size = self.config, self.page_size
-        max_len = c.max_model_len or self.model.max_len
-        each = page_bytes(self.model.cache, page_size, self.ops.dtype)
-        step = self._profile(max_len)
-        pages = pages_that_fit(c, each, self.weight_bytes, step, self.device)
-        host_pages = (c.kv_offload_memory_bytes or 0) // each if each else 0  # pinning takes seconds: none unless asked for
-        return Capacity(page_size, pages, c.max_num_seqs, min(max_len, pages * page_size), self.weight_bytes, host_pages)
+        c = self.config
+        needs = CacheNeeds(
+            self.model.caches, self.cache_dtype, self.page_size, c.max_num_seqs, c.max_model_len or self.model.max_len
+        )
+        memory = cache_memory(c, needs, self.weight_bytes, self._profile(needs), self.device)
+        host = c.kv_offload_memory_bytes or 0  # pinning takes seconds: none unless asked for
+        limits = needs.limits(memory, MOST_PAGES, c.enable_prefix_caching, host)
+        return Capacity(limits._replace(width=WIDTH), self.weight_bytes)
 
-    def _profile(self, max_len: int) -> int:
-        """Bytes that the largest step takes beside weights and cache: measured by running it on nobody's rows."""
-        self._allocate(0, self.config.max_num_seqs, min(max_len, 1024))
+    def _profile(self, needs: CacheNeeds) -> int:
+        """Bytes that the largest step takes besides weights and caches: measured by running it on nobody's rows."""
+        tables = tuple(TableLimits(0, window) for window in needs.windows)
+        self._allocate(Limits(tables, needs.slots, min(needs.max_len, 1024), self.page_size, width=WIDTH))
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self._forward_mixed(self._most)
-        self._head_and_sample(self.config.max_num_seqs)
+        self._head_and_sample(needs.slots)
         torch.cuda.synchronize(self.device)
         step = torch.cuda.max_memory_allocated(self.device) - before
-        self.caches, self.tiles = [], None
+        del self.caches, self.tiles, self.state
         torch.cuda.empty_cache()
         return step
 
-    def start(self, pages: int, slots: int, max_len: int, host_pages: int = 0) -> None:
+    def start(self, limits: Limits) -> None:
         """Allocates everything that outlives a step, compiles by running the largest shapes, then captures."""
-        self._allocate(pages, slots, max_len)
+        self._allocate(limits)
+        slots = limits.slots
         self._graphs = Graphs(self.stream, self.config.enforce_eager)
         self._decode_buckets, self._token_buckets = decode_buckets(slots), token_buckets(self._most)
         for work in (lambda: self._forward_mixed(self._most), lambda: self._forward_decode(slots)):
@@ -149,89 +160,125 @@ class CudaExecutor:
         torch.cuda.synchronize(self.device)
         self._steps = int(self.counter.item())
         if self.symmetric.fault.item():
-            raise ConfigError("the ranks did not meet within 20 s while they warmed up; one of them was far slower to compile")
-        self._host = HostPages(host_pages, self.caches)
-        self.copy_seconds = self._host.seconds()
+            raise ConfigError("a rank took over 20 s longer than another to compile its kernels; start again: they are cached")
+        self._host = [
+            HostPages(t.host_pages, self._arrays(t.window), self.device) for t in limits.tables
+        ]  # fmt: skip
+        self.copy_seconds = sum(host.seconds() for host in self._host)
 
-    def _allocate(self, pages: int, slots: int, max_len: int) -> None:
-        shape, page_size, device = self.model.cache, self.page_size, self.device
-        size = (pages + 1, shape.heads, page_size, shape.head_dim)
-        make = lambda: torch.zeros(size, dtype=self.ops.dtype, device=device)
-        self.caches = [(make(), make()) for _ in range(shape.layers)]
-        self.tiles = self.ops.tile_caches(self.caches, page_size)
+    def _arrays(self, window: int) -> list[Tensor]:
+        """All arrays of the page table with this rule."""
+        each = zip(self.model.caches, self.caches, strict=True)
+        return [array for layout, arrays in each if window_of(layout) == window for array in arrays]
+
+    def _allocate(self, limits: Limits) -> None:
+        model, device, slots = self.model, self.device, limits.slots
+        width, judged = limits.width, limits.slots * limits.width
+        self.width = width
         self.slots, self.nobody = slots, slots
-        self.tables = CudaTables(slots, max_len, page_size, device)
-        self.layout = Layout(self._most, slots, -(-self._most // ROWS) + min(slots, self._most) + SPARE)
-        self.inputs = StepInputs(self.layout, self.ops.cutter(self.model.layers[0].attention.heads.num_q_heads), device)
+        self._allocate_caches(limits)
+        self.tables = CudaTables(limits, device)
+        self.layout = Layout(self._most, judged, -(-self._most // ROWS) + min(slots, self._most) + SPARE)
+        cutter = self.ops.cutter(max([1, *(a.heads.num_q_heads for a in model.attentions)]))
+        self.inputs = StepInputs(self.layout, cutter, width, device)
         self.inputs.slots.fill_(self.nobody)
+        self.inputs.row_slots.fill_(self.nobody)
         self.inputs.sample_slot.fill_(self.nobody)
         self.everyone = torch.full((1,), 1 << 30, dtype=torch.int32, device=device)
-        self.hidden = torch.zeros((slots, self.model.config.hidden), dtype=self.ops.dtype, device=device)
-        self.ring = torch.zeros((DEPTH, slots + 1), dtype=torch.int32, device=device)
+        self.hidden = torch.zeros((judged, model.hidden), dtype=self.ops.dtype, device=device)
+        outcome = judged + (slots if width > 1 else 0) + 1  # tokens, accepted counts, the fault: see `exchange_kernel`
+        self.ring = torch.zeros((DEPTH, outcome), dtype=torch.int32, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
-        self.scratch = self.ops.scratch(slots, shape.heads, shape.head_dim)
-        self.prompt_scratch = self.ops.prompt_scratch(shape.head_dim)
+        widest: dict[int, int] = {}  # head_dim by number of key heads
+        for a in model.attentions:
+            widest[a.heads.num_kv_heads] = max(widest.get(a.heads.num_kv_heads, 0), a.head_dim)
+        self.scratch: dict[int, DecodeScratch] = {n: self.ops.scratch(judged, n, d) for n, d in widest.items() if n}
+        self.prompt_scratch = self.ops.prompt_scratch(max([0, *widest.values()]))
         parts = split_evenly(self.model.vocab, self.shard.size)
         self.sampler = CudaSampler(
             self.tables, self.inputs, self.symmetric, self.model.vocab, parts, self.ring, self.counter, self.model.logits,
             self.ops.barrier,
         )  # fmt: skip
         self._free = collections.deque(
-            LaunchBuffers(slots * self.tables.columns, self.layout.size, slots + 1) for _ in range(DEPTH)
+            LaunchBuffers(self.tables.places, self.layout.size, outcome) for _ in range(DEPTH)
         )  # fmt: skip
         self._ends = itertools.cycle([torch.cuda.Event(enable_timing=True) for _ in range(2 * DEPTH)])
-        self._plain = np.ones(slots, bool)
+        self._plain, self._ones = np.ones(slots, bool), np.ones(slots, np.int32)
         self._resident: tuple[np.ndarray, bool] | None = None  # the decode rows that the device holds; whether all are plain
         self._pending: tuple[LaunchBuffers, Batch] | None = None
+
+    def _allocate_caches(self, limits: Limits) -> None:
+        layouts = self.model.caches
+        pages = {t.window: t.pages + 1 for t in limits.tables}
+        self.state = SlotState(layouts, limits.slots, limits.snapshots, self.device)
+        self.caches: list[tuple[Tensor, ...]] = []  # by layer
+        for i, layout in enumerate(layouts):
+            window = window_of(layout)
+            self.caches.append(
+                self.state.arrays.get(i, ())
+                if window is None
+                else page_arrays(layout, pages[window], limits.page_size, self.cache_dtype, self.device)
+            )
+        self.tiles: list[Tiles | None] = [None] * len(layouts)
+        for spec in self.model.attentions:
+            self.tiles[spec.cache] = self.ops.tiles_of(self.caches[spec.cache], limits.page_size)
 
     # --- the work of a step, captured or not
 
     def _step(self, tokens: int, decode_rows: int, prompts: bool, decodes: Tensor) -> CudaStep:
         i = self.inputs
         return CudaStep(
-            i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.pages, self.caches, self.tiles,
+            i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.by_table, self.caches, self.tiles,
             self.scratch, self.prompt_scratch, self.page_size, decode_rows, decodes, prompts, i.parts, i.counts[1:3],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:
-        i, t = self.inputs, self.tables
-        decode_prepare_kernel[(-(-rows // 128),)](
-            i.slots, t.next, t.tokens, i.ids, i.positions, i.sample_token, i.sample_slot, i.sample_position, rows,
-            t.tokens.stride(0), B=128,
+        i, t, tokens = self.inputs, self.tables, rows * self.width
+        decode_prepare_kernel[(-(-tokens // 128),)](
+            i.row_slots, t.next, t.limits, t.tokens, i.slots, i.ids, i.positions, i.sample_token, i.sample_slot,
+            i.sample_position, rows, t.tokens.stride(0), self.nobody, WIDTH=self.width, B=128,
         )  # fmt: skip
-        self._gather(self._forward(self._step(rows, rows, False, self.everyone)), rows)
+        self._gather(self._forward(self._step(tokens, tokens, False, self.everyone)), tokens)
 
     def _forward_mixed(self, tokens: int) -> Tensor:
         i, t = self.inputs, self.tables
         ids_kernel[(-(-tokens // 128),)](i.slots, i.positions, t.tokens, i.ids, tokens, t.tokens.stride(0), B=128)
-        hidden = self._forward(self._step(tokens, min(self.slots, tokens), True, i.counts[0:1]))
-        self._gather(hidden, self.slots)
+        hidden = self._forward(self._step(tokens, min(self.layout.judged, tokens), True, i.counts[0:1]))
+        self._gather(hidden, self.layout.judged)
         return hidden
 
     def _forward(self, step: CudaStep) -> Tensor:
         self.ops.begin(step)
         return self.model.forward(step)
 
-    def _gather(self, hidden: Tensor, rows: int) -> None:
-        width = hidden.shape[1]
-        gather_kernel[(rows, -(-width // 1024))](hidden, self.inputs.sample_token, self.hidden, H=width, B=1024)
+    def _gather(self, hidden: Tensor, judged: int) -> None:
+        size = hidden.shape[1]
+        gather_kernel[(judged, -(-size // 1024))](hidden, self.inputs.sample_token, self.hidden, H=size, B=1024)
 
     def _head_and_sample(self, rows: int) -> None:
         """The output layer, this rank's best of each row, and the exchange; for rows that need nothing else."""
-        self.sampler.sample(self.model.logits(self.hidden[:rows]), rows)
+        self.sampler.sample(self._logits(rows), rows)
+
+    def _logits(self, rows: int) -> Tensor:
+        judged = rows * self.width
+        return self.model.logits(self.hidden[:judged], JudgedRows(self.inputs.sample_slot[:judged]))
 
     # --- the interface
 
-    def admit(self, slot: int, request: Request) -> None:
+    def init_slot(self, slot: int, request: Request) -> None:
         self._plain[slot] = request.sampling.plain
-        self.sampler.admit(slot, request)
-        self.tables.admit(slot, request)
+        self.sampler.init_slot(slot, request)
+        self.tables.init_slot(slot, request)
+        self.state.set(slot, 0)
 
-    def offload(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
-        self._host.save(pages, host)
+    def set_state(self, slot: int, snapshot: int) -> None:
+        self.state.set(slot, snapshot)
 
-    def restore(self, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
-        self._host.load(host, pages)
+    def offload(self, table: int, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
+        self._host[table].save(pages, host)
+
+    def restore(self, table: int, host: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        self._host[table].load(host, pages)
 
     def launch(self, batch: Batch) -> None:
         self.launch_forward(batch)
@@ -249,6 +296,7 @@ class CudaExecutor:
             self._launch_decode(batch, rows, flight)
         else:
             self._launch_mixed(batch, flight)
+        self.state.save(batch.saves)
         self._pending = flight, batch
 
     def _launch_decode(self, batch: Batch, rows: int, flight: LaunchBuffers) -> None:
@@ -278,34 +326,34 @@ class CudaExecutor:
         (flight, batch), self._pending = self._pending, None
         assert flight.seq == seq
         if self._resident is not None:
-            flight.samples, plain = len(batch.slots), self._resident[1]
+            flight.judged, plain = len(batch.slots), self._resident[1]
         else:
-            slots = batch.slots[batch.samples]
-            flight.samples, plain = len(slots), bool(self._plain[slots].all())
-        if flight.samples:
+            slots = batch.slots[batch.judged]
+            flight.judged, plain = len(slots), bool(self._plain[slots].all())
+        if flight.judged:
             self._sample(flight, batch, masks, plain)
         flight.ended.record(self.stream)
         with torch.cuda.stream(self._side):
             self._side.wait_event(flight.ended)
-            if flight.samples:
+            if flight.judged:
                 place = (self._steps - 1) % DEPTH
                 flight.buffers.outcome.copy_(self.ring[place], non_blocking=True)
             if flight.extras is not None:
-                flight.extras.bring_home()
+                flight.extras.copy_to_host()
             flight.arrived.record(self._side)
         self._flying.append(flight)
 
     def _sample(self, flight: LaunchBuffers, batch: Batch, masks: dict[int, np.ndarray], plain: bool) -> None:
-        bucket = padded(self._decode_buckets, flight.samples)
+        bucket = padded(self._decode_buckets, flight.judged)
         assert bucket is not None
         self._steps += 1
         if plain and not masks:
             self._graphs.run("sample", bucket)
             return
         if masks:
-            flight.masked = frozenset(i for i, slot in enumerate(batch.slots[batch.samples].tolist()) if slot in masks)
-        logits = self.model.logits(self.hidden[:bucket])
-        flight.extras = self.sampler.sample_each(logits, batch, masks, flight.samples, flight.extras)
+            flight.masked = frozenset(i for i, slot in enumerate(batch.slots[batch.judged].tolist()) if slot in masks)
+        logits = self._logits(bucket)
+        flight.extras = self.sampler.sample_each(logits, batch, masks, flight.judged, flight.extras)
 
     def outcomes(self) -> list[Outcome]:
         out = []
@@ -321,30 +369,34 @@ class CudaExecutor:
         return out
 
     def _look_at(self, flight: LaunchBuffers) -> None:
-        """Where a step takes long, tells the board to how many meetings of the ranks this one's kernels have come.
+        """Where a step takes long, reports to the board how many barriers this rank's kernels have passed.
 
         Of ranks that wait for one another, the one with the fewest is the one that hangs. The copy has a stream of its own, so
         it does not wait for the step.
         """
         now = time.monotonic()
-        if self.board is None or now < max(flight.at, self._looked_at) + LONG or not self._look.query():
+        if self.board is None or now < max(flight.at, self._looked_at) + SLOW_STEP_S or not self._look.query():
             return
-        self.board.set("collective", int(self._meetings.numpy()[0]))
+        self.board.set("collective", int(self._barriers.numpy()[0]))
         self._looked_at = now
         with torch.cuda.stream(self._look):
-            self._meetings.copy_(self.symmetric.counts[:1], non_blocking=True)
+            self._barriers.copy_(self.symmetric.counts[:1], non_blocking=True)
 
     def _outcome(self, flight: LaunchBuffers) -> Outcome:
         view = flight.buffers.outcome_view
-        if flight.samples and view[-1]:
+        if flight.judged and view[-1]:
             raise StepFailed("a rank did not arrive at a sum; this one stopped waiting for it")
-        tokens = view[: flight.samples].copy()
+        rows, judged = flight.judged, flight.judged * self.width
+        tokens = view[:judged].reshape(rows, self.width).copy()
+        accepted = self._ones[:rows]
+        if self.width > 1:
+            accepted = view[self.layout.judged : self.layout.judged + rows].copy()
         milliseconds = flight.started.elapsed_time(flight.ended)
-        outcome = Outcome(flight.seq, tokens, seconds=milliseconds * 1e-3)
-        if flight.samples and tokens.min() < 0:
-            for i in np.flatnonzero(tokens < 0).tolist():
+        outcome = Outcome(flight.seq, tokens, accepted, seconds=milliseconds * 1e-3)
+        if rows and tokens.min() < 0:
+            for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
                 nothing = sampler.DEAD_END if i in flight.masked else sampler.NO_TOKEN
-                outcome.errors[i] = nothing if tokens[i] == NO_TOKEN else sampler.NOT_FINITE
+                outcome.errors[i] = nothing if tokens[i, 0] == NO_TOKEN else sampler.NOT_FINITE
             np.maximum(tokens, -1, out=tokens)
         if flight.extras is not None:
             flight.extras.add_to(outcome)
@@ -359,8 +411,8 @@ class CudaExecutor:
         end = now
         if self._clock is not None:
             last, at = self._clock
-            side_messages = at + int(last.elapsed_time(flight.ended) * 1e6)
-            end = side_messages if abs(side_messages - now) < 5_000_000 else now
+            by_device = at + int(last.elapsed_time(flight.ended) * 1e6)
+            end = by_device if abs(by_device - now) < 5_000_000 else now
         self.board.device_span(end - length, end, flight.seq)
         self._clock = flight.ended, end
 
@@ -377,17 +429,17 @@ class CudaExecutor:
 def build_cuda(
     config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: DeviceProgress | None
 ) -> tuple[Executor, dict]:
-    """One rank's executor and the model's config. `collective` is the memory through which the ranks agree where to meet."""
+    """One rank's executor and the model's config. Through the memory `collective` the ranks agree on a file to connect by."""
     from slipstream.weights.checkpoint import open_checkpoint
 
     # multicast needs rights that shared hosts do not give
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
     device = choose_device(rank, size)
-    meeting = ""
+    file = ""
     if size > 1:
         room = os.fstat(collective).st_size - SharedMemory.required_bytes(size, 0)
         talk = SharedMemory(collective, rank, size, room // (2 * size) // 4096 * 4096)
-        mine = os.path.join(tempfile.mkdtemp(prefix="slipstream-"), "meeting") if rank == 0 else ""
-        meeting = talk.all_gather_bytes(mine.encode())[0].decode()
+        mine = os.path.join(tempfile.mkdtemp(prefix="slipstream-"), "ranks") if rank == 0 else ""
+        file = talk.all_gather_bytes(mine.encode())[0].decode()
     checkpoint = open_checkpoint(model_path, config.load_format, config.seed)
-    return CudaExecutor(checkpoint, config, Shard(rank, size), device, meeting, board), checkpoint.config
+    return CudaExecutor(checkpoint, config, Shard(rank, size), device, file, board), checkpoint.config

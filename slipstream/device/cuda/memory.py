@@ -1,10 +1,12 @@
-"""What a GPU offers a rank, and the arithmetic of pages."""
+"""What a GPU offers a rank, and what of its memory is for caches."""
 
 import torch
+from torch import Tensor
 
 from slipstream.config import EngineConfig
-from slipstream.device.memory import DTYPES
+from slipstream.device.memory import DTYPES, CacheNeeds
 from slipstream.errors import ConfigError
+from slipstream.log.caches import CacheLayout, Latent, Paged, Window
 
 GIB = 1 << 30
 _APART = GIB  # captured graphs' own memory, library workspaces, what the allocator cannot reuse
@@ -29,22 +31,38 @@ def choose_device(rank: int, size: int) -> torch.device:
     return device
 
 
-def pages_that_fit(config: EngineConfig, each: int, weights: int, step: int, device: torch.device) -> int:
-    """Pages for a rank that holds `weights` bytes already and whose largest step takes `step` bytes more.
+def page_arrays(
+    layout: CacheLayout, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Zeros for `pages` pages of a layer; nothing for a layer without pages.
 
-    Raises ConfigError with the arithmetic where less than one request's page is left.
+    Keys and values, [pages, heads, page_size, head_dim] each, or [pages, page_size, width].
+    """
+    if isinstance(layout, Paged | Window):
+        shape = (pages, layout.heads, page_size, layout.head_dim)
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    if isinstance(layout, Latent):
+        return (torch.zeros((pages, page_size, layout.width), dtype=dtype, device=device),)
+    return ()
+
+
+def cache_memory(config: EngineConfig, needs: CacheNeeds, weights: int, step: int, device: torch.device) -> int:
+    """Bytes for the caches of a rank that holds `weights` bytes already and whose largest step takes `step` bytes more.
+
+    Raises ConfigError with the arithmetic where the state of all slots and one page do not fit.
     """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - weights
-    wished = int(total * config.gpu_memory_utilization)
-    room = wished - (total - free) - 2 * step - _APART
+    target = int(total * config.gpu_memory_utilization)
+    room = target - (total - free) - 2 * step - _APART
     if config.kv_cache_memory_bytes is not None:
         room = min(config.kv_cache_memory_bytes, free - 2 * step - _APART)
-    if room < each:
+    if room < needs.least_bytes:
+        state = f"; the state of {needs.slots} slots takes {needs.state_bytes / GIB:.1f}" if needs.state_bytes else ""
         raise ConfigError(
             f"the model does not fit on {device}: {total / GIB:.1f} GiB × --gpu-memory-utilization "
-            f"{config.gpu_memory_utilization} = {wished / GIB:.1f}, less {weights / GIB:.1f} for weights, "
+            f"{config.gpu_memory_utilization} = {target / GIB:.1f}, less {weights / GIB:.1f} for weights, "
             f"{others / GIB:.1f} for others and this process's context, {2 * step / GIB:.1f} for steps and "
-            f"{_APART / GIB:.1f} for graphs leaves {room / GIB:.1f} GiB for the KV cache"
+            f"{_APART / GIB:.1f} for graphs leaves {room / GIB:.1f} GiB for the KV cache{state}"
         )
-    return room // each if each else 1 << 20
+    return room

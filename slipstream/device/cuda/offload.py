@@ -1,30 +1,37 @@
-"""Pages of preempted requests in pinned host memory: copied whole, all layers together, in the stream's order."""
+"""Pages of preempted requests in pinned host memory: copied whole, all layers of a table together, in the stream's order."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-Caches = list[tuple[Tensor, Tensor]]
 _PIECE = 16  # pages that pass through device memory at a time
 
 
 class HostPages:
-    """Room for `count` pages. A page is [2 * layers, heads, block, head_dim]: keys and values of each layer."""
+    """Room for `count` pages of one table, whose layers keep `arrays` [pages + 1, ...] of one dtype.
 
-    def __init__(self, count: int, caches: Caches):
-        self.caches = caches
-        shape = (2 * len(caches), *caches[0][0].shape[1:]) if caches else (0,)
-        kind = caches[0][0].dtype if caches else torch.float32
-        self.memory = torch.empty((count, *shape), dtype=kind, pin_memory=True)
-        self._staged = torch.empty(
-            (_PIECE if count else 0, *shape), dtype=kind, device=caches[0][0].device if caches else "cpu"
-        )
+    A host page holds the page's values in all arrays, one array after another.
+    """
+
+    def __init__(self, count: int, arrays: list[Tensor], device: torch.device):
+        self.count = count if arrays else 0
+        self.arrays: list[tuple[Tensor, slice]] = []  # each with its part of a host page
+        width = 0
+        for array in arrays:
+            size = array[0].numel()
+            self.arrays.append((array, slice(width, width + size)))
+            width += size
+        dtype = arrays[0].dtype if arrays else torch.float32
+        self.memory = torch.empty((self.count, width), dtype=dtype, pin_memory=True)
+        self._staged = torch.empty((_PIECE if self.count else 0, width), dtype=dtype, device=device)
 
     def save(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
         """Queues the copy of device pages to host pages."""
         for ids, to in self._pieces(pages, host):
             staged = self._staged[: len(to)]
-            for i, tensor in enumerate(t for pair in self.caches for t in pair):
-                staged[:, i] = tensor.index_select(0, ids)
+            for array, part in self.arrays:
+                staged[:, part] = array.index_select(0, ids).flatten(1)
             for k, page in enumerate(to):
                 self.memory[page].copy_(staged[k], non_blocking=True)
 
@@ -34,20 +41,20 @@ class HostPages:
             staged = self._staged[: len(origin)]
             for k, page in enumerate(origin):
                 staged[k].copy_(self.memory[page], non_blocking=True)
-            for i, tensor in enumerate(t for pair in self.caches for t in pair):
-                tensor.index_copy_(0, ids, staged[:, i])
+            for array, part in self.arrays:
+                array.index_copy_(0, ids, staged[:, part].view(-1, *array.shape[1:]))
 
-    def _pieces(self, pages: tuple[int, ...], host: tuple[int, ...]):
+    def _pieces(self, pages: tuple[int, ...], host: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         for at in range(0, len(pages), _PIECE):
             ids = torch.tensor(pages[at : at + _PIECE], dtype=torch.int64).pin_memory()
             yield ids.to(self._staged.device, non_blocking=True), host[at : at + _PIECE]
 
     def seconds(self) -> float:
         """How long a page takes to the host and back, measured on null pages; 0 where there is no room for any."""
-        if not len(self.memory):
+        if not self.count:
             return 0.0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        n = min(_PIECE, len(self.memory))
+        n = min(_PIECE, self.count)
         for _ in range(2):  # the first one warms up
             start.record()
             self.save((0,) * n, tuple(range(n)))

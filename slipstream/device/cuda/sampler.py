@@ -18,6 +18,7 @@ from slipstream.log.request import Request, SamplingParams, TokenLogprobs
 from slipstream.ops.cuda.launch import power
 from slipstream.ops.cuda.sample import ELSEWHERE, TILE, UNFORCED, exchange_kernel, force_kernel, local_best_kernel
 from slipstream.ops.cuda.symmetric import FAULT_NS, PROGRAMS, Symmetric
+from slipstream.ops.interface import JudgedRows, Step
 
 _NOBODY = SamplingParams(temperature=0.0)
 
@@ -51,21 +52,21 @@ class LogprobRows:
 
 @dataclass(eq=False)
 class Extras:
-    """What an outcome holds beside its tokens."""
+    """What an outcome holds besides its tokens."""
 
-    logprobs: list[tuple[list[int], LogprobRows]] = field(default_factory=list)  # (indices into the tokens, their rows)
+    logprobs: list[tuple[list[int], LogprobRows]] = field(default_factory=list)  # (rows of the outcome, what they want)
     prompts: list[tuple[int, int, list[LogprobRows]]] = field(default_factory=list)  # (slot, start, pieces)
 
-    def bring_home(self) -> None:
+    def copy_to_host(self) -> None:
         """Queues the copies on the current stream."""
         pieces = [j for _, j in self.logprobs] + [j for _, _, found in self.prompts for j in found]
-        for home in (h for j in pieces for h in (j.own, j.rank, j.ids, j.values)):
-            home.device.record_stream(torch.cuda.current_stream())
-            home.host.copy_(home.device, non_blocking=True)
+        for copy in (c for j in pieces for c in (j.own, j.rank, j.ids, j.values)):
+            copy.device.record_stream(torch.cuda.current_stream())
+            copy.host.copy_(copy.device, non_blocking=True)
 
     def add_to(self, outcome: Outcome) -> None:
         for index, judged in self.logprobs:
-            outcome.logprobs.update(zip(index, judged.rows(), strict=True))
+            outcome.logprobs.update(zip(((i, 0) for i in index), judged.rows(), strict=True))
         for slot, start, pieces in self.prompts:
             outcome.prompt_logprobs[slot] = start, [row for piece in pieces for row in piece.rows()]
 
@@ -75,35 +76,38 @@ class CudaSampler:
 
     def __init__(
         self, tables: CudaTables, inputs: StepInputs, symmetric: Symmetric, vocab: int, parts: list[tuple[int, int]],
-        ring: Tensor, counter: Tensor, logits: Callable[[Tensor], Tensor], barrier: Callable[[], None],
+        ring: Tensor, counter: Tensor, logits: Callable[[Tensor, Step], Tensor], barrier: Callable[[], None],
     ):  # fmt: skip
         self.tables, self.inputs, self.symmetric = tables, inputs, symmetric
         self.vocab, self.parts, self.part = vocab, parts, parts[symmetric.rank]
         self.ring, self.counter, self.logits, self.barrier = ring, counter, logits, barrier
         self.device = ring.device
-        slots = tables.slots
+        slots, judged = tables.slots, inputs.layout.judged
         self.sampling = [_NOBODY] * slots
         self.prompt_len = np.zeros(slots, np.int64)
         self.tiles = -(-(self.part[1] - self.part[0]) // TILE)
-        self._scores = torch.zeros(slots * self.tiles, dtype=torch.float32, device=self.device)
-        self._ids = torch.zeros(slots * self.tiles, dtype=torch.int32, device=self.device)
-        self._unforced = torch.full((slots,), UNFORCED, dtype=torch.int32, device=self.device)
+        self._scores = torch.zeros(judged * self.tiles, dtype=torch.float32, device=self.device)
+        self._ids = torch.zeros(judged * self.tiles, dtype=torch.int32, device=self.device)
+        self._unforced = torch.full((judged,), UNFORCED, dtype=torch.int32, device=self.device)
         self._forced = self._unforced.clone()
         self._lost = torch.zeros(1, dtype=torch.int32, device=self.device)  # counts what is no step
         alone = torch.zeros(1, dtype=torch.int64, device=self.device)  # addresses that a single rank never reads
         self._pairs = symmetric.pairs.addresses if symmetric.size > 1 else alone
         self._flags = symmetric.flags.addresses if symmetric.size > 1 else alone
 
-    def admit(self, slot: int, request: Request) -> None:
+    def init_slot(self, slot: int, request: Request) -> None:
         self.sampling[slot], self.prompt_len[slot] = request.sampling, request.prompt_len
 
     # --- all rows
 
     def sample(self, logits: Tensor, rows: int, forced: Tensor | None = None) -> None:
-        """Queues the best of every row, the exchange, and the writing of tokens. `forced` holds tokens chosen otherwise."""
+        """Queues the best of every judged token, the exchange, and the writing of tokens, for `rows` rows of the step's width.
+
+        `forced` holds tokens chosen otherwise.
+        """
         i, t, s = self.inputs, self.tables, self.symmetric
         first, last = self.part
-        local_best_kernel[(rows, self.tiles)](
+        local_best_kernel[(rows * i.width, self.tiles)](
             logits, i.sample_slot, i.sample_position, t.temperatures, t.bases, self._scores, self._ids, self.counter, first,
             last - first, logits.stride(0), TILE=TILE, num_warps=4,
         )  # fmt: skip
@@ -111,7 +115,7 @@ class CudaSampler:
             self._scores, self._ids, self._unforced if forced is None else forced, i.sample_slot, i.sample_position, t.tokens,
             t.next, self.ring, self.counter, self._pairs, self._flags, s.counts, s.fault, self.tiles, t.tokens.stride(0),
             self.ring.stride(0), s.rank, t.slots, FAULT_NS, PARTS=power(self.tiles), WORLD=s.size, PROGRAMS=PROGRAMS,
-            PAIRS=t.slots, DEPTH=self.ring.shape[0], num_warps=1,
+            PAIRS=i.layout.judged, DEPTH=self.ring.shape[0], WIDTH=i.width, num_warps=1,
         )  # fmt: skip
 
     # --- rows that need more
@@ -119,9 +123,10 @@ class CudaSampler:
     def sample_each(
         self, logits: Tensor, batch: Batch, masks: dict[int, np.ndarray], count: int, extras: Extras | None
     ) -> Extras | None:
-        """Samples `count` rows (padded to len(logits)) of which some are not plain or have a mask."""
-        slots = batch.slots[batch.samples]
-        ends = (batch.starts + batch.counts)[batch.samples]
+        """Samples `count` rows of one judged token (padded to len(logits)) of which some are not plain or have a mask."""
+        assert batch.width == 1, "where rows verify drafts, the host does not know how far they are"
+        rows_judged = batch.judged
+        slots, ends = batch.slots[rows_judged], (batch.starts + batch.counts)[rows_judged]
         index = [i for i in range(count) if not self.sampling[slots[i]].plain or int(slots[i]) in masks]
         rows = self._put(np.array(index, np.int64))
         whole = self._whole(logits[: len(slots)].index_select(0, rows))
@@ -168,7 +173,7 @@ class CudaSampler:
         masked = [i for i, slot in enumerate(slots.tolist()) if slot in masks]
         if not masked:
             return
-        words = self._put(np.stack([np.asarray(masks[int(slots[i])], np.uint32).view(np.int32) for i in masked]))
+        words = self._put(np.stack([np.asarray(masks[int(slots[i])][0], np.uint32).view(np.int32) for i in masked]))
         bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
         allowed = bits.view(len(masked), -1)[:, : self.vocab].bool()
         for k, i in enumerate(masked):
@@ -293,7 +298,8 @@ class CudaSampler:
             pieces = []
             for i in range(0, count, piece):
                 n = min(piece, count - i)
-                whole = self._whole(self.logits(hidden[first + i : first + i + n]))
+                part = slice(first + i, first + i + n)
+                whole = self._whole(self.logits(hidden[part], JudgedRows(self.inputs.slots[part])))
                 tokens = self.tables.tokens[slot, start + 1 + i : start + 1 + i + n].long()
                 pieces.append(self._judge(whole, tokens, [top] * n))
             extras.prompts.append((slot, start + 1, pieces))

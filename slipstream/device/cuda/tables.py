@@ -1,6 +1,6 @@
 """What the CUDA device holds by slot, and the inputs of a step: device tables written by queued work only.
 
-Slot `slots` is nobody's: padding rows name it, its block table is all zeros, so they write into page 0 and read nothing of
+Slot `slots` is nobody's: padding rows name it, its page tables are all zeros, so they write into page 0 and read nothing of
 anyone. Host buffers are pinned and belong to one launch each (`StepBuffers`), so none is written while a copy still reads it.
 """
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.log.batch import Batch
+from slipstream.log.caches import Limits
 from slipstream.log.request import Request
 from slipstream.ops.cuda.launch import cdiv
 from slipstream.ops.cuda.prepare import pages_kernel
@@ -29,11 +31,11 @@ def round_up(n: int, unit: int) -> int:
 
 
 class StepBuffers:
-    """One launch's pinned memory: block-table triples, the step's rows, and where its outcome lands."""
+    """One launch's pinned memory: page-table places, the step's rows, and where its outcome lands."""
 
     def __init__(self, pages: int, inputs: int, outcome: int):
-        self.pages, self.inputs, self.outcome = pinned(3 * pages), pinned(inputs), pinned(outcome)
-        self.pages_view = self.pages.numpy().reshape(-1, 3)
+        self.pages, self.inputs, self.outcome = pinned(4 * pages), pinned(inputs), pinned(outcome)
+        self.pages_view = self.pages.numpy().reshape(-1, 4)
         self.inputs_view = self.inputs.numpy()
         self.outcome_view = self.outcome.numpy()
 
@@ -41,21 +43,25 @@ class StepBuffers:
 class CudaTables:
     """Loop-carried data of every slot."""
 
-    def __init__(self, slots: int, max_len: int, page_size: int, device: torch.device):
-        self.slots, self.max_len = slots, max_len
-        self.columns = round_up(max_len // page_size + 1, 16)
+    def __init__(self, limits: Limits, device: torch.device):
+        slots, max_len = limits.slots, limits.max_len
+        self.slots, self.max_len, self.width = slots, max_len, limits.width
+        self.columns = round_up(max_len // limits.page_size + 1, 16)
+        self.places = len(limits.tables) * slots * self.columns  # that a step can write at most
         options = {"dtype": torch.int32, "device": device}
         self.tokens = torch.zeros((slots + 1, round_up(max_len + 1, 16)), **options)
-        self.pages = torch.zeros((slots + 1, self.columns), **options)
-        self.next = torch.zeros(slots + 1, **options)  # the position that the slot's next decode row computes
+        self.pages = torch.zeros((len(limits.tables), slots + 1, self.columns), **options)
+        self.by_table = list(self.pages)
+        self.next = torch.zeros(slots + 1, **options)  # the first position that the slot's next decode row computes
+        self.limits = torch.zeros(slots + 1, **options)  # tokens of prompt and answer; read where rows verify drafts
         self.temperatures = torch.zeros(slots + 1, dtype=torch.float32, device=device)
         self.bases = torch.zeros(slots + 1, dtype=torch.int64, device=device)  # of the draw's key: everything but the position
-        self._triples = torch.zeros(3 * slots * self.columns, **options)
+        self._places = torch.zeros(4 * self.places, **options)
         self._prompts = [pinned(max_len + 4) for _ in range(slots)]
         self._sent = [torch.cuda.Event() for _ in range(slots)]
 
-    def admit(self, slot: int, request: Request) -> None:
-        """Queues a new owner's prompt and parameters; clears its block table.
+    def init_slot(self, slot: int, request: Request) -> None:
+        """Queues a new owner's prompt and parameters; clears its page tables.
 
         The slot's host buffer is used again only when the copy from it has ended: pinning memory takes milliseconds.
         """
@@ -67,20 +73,25 @@ class CudaTables:
         view = host.numpy()
         view[:2] = np.array([base], np.uint64).view(np.int32)
         view[2:3] = np.array([sampling.temperature], np.float32).view(np.int32)
+        view[3] = n + request.max_tokens
         view[4:] = np.frombuffer(request.prompt, "<i4")
         self.tokens[slot, :n].copy_(host[4:], non_blocking=True)
         self.bases[slot : slot + 1].copy_(host[:2].view(torch.int64), non_blocking=True)
         self.temperatures[slot : slot + 1].copy_(host[2:3].view(torch.float32), non_blocking=True)
+        if self.width > 1:
+            self.limits[slot : slot + 1].copy_(host[3:4], non_blocking=True)
         self._sent[slot].record()
-        self.pages[slot].zero_()
+        self.pages[:, slot].zero_()
 
-    def write_pages(self, triples: np.ndarray, buffers: StepBuffers) -> None:
-        """Queues tables[slot, column] = page for int32 [n, 3] triples."""
-        n = len(triples)
+    def write_pages(self, places: np.ndarray, buffers: StepBuffers) -> None:
+        """Queues pages[table, slot, column] = page for int32 [n, 4] places (table, slot, column, page)."""
+        n = len(places)
         if n:
-            buffers.pages_view[:n] = triples
-            self._triples[: 3 * n].copy_(buffers.pages[: 3 * n], non_blocking=True)
-            pages_kernel[(cdiv(n, _PAGES_TILE),)](self._triples, self.pages, n, self.columns, B=_PAGES_TILE)
+            buffers.pages_view[:n] = places
+            self._places[: 4 * n].copy_(buffers.pages[: 4 * n], non_blocking=True)
+            pages_kernel[(cdiv(n, _PAGES_TILE),)](
+                self._places, self.pages, n, self.pages.stride(0), self.columns, B=_PAGES_TILE
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,39 +99,44 @@ class Layout:
     """Where each column of a step's inputs lies in one int32 buffer, so that one copy brings them all."""
 
     tokens: int
-    rows: int
+    judged: int  # tokens
     parts: int
 
     @property
     def size(self) -> int:
-        return 2 * self.tokens + 3 * self.rows + COLUMNS * self.parts + 4
+        return 2 * self.tokens + 3 * self.judged + COLUMNS * self.parts + 4
 
     def split(self, buffer):
         """Views (slots, positions, sample token, sample slot, sample position, parts, counts) of a NumPy or torch buffer."""
-        sizes = (self.tokens, self.tokens, self.rows, self.rows, self.rows, COLUMNS * self.parts, 4)
+        sizes = (self.tokens, self.tokens, self.judged, self.judged, self.judged, COLUMNS * self.parts, 4)
         ends = np.cumsum(sizes).tolist()
         return tuple(buffer[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
 class StepInputs:
-    """The device's columns of a step. counts: (decode rows, what `Cutter.cut` returns, 0)."""
+    """The device's columns of a step. counts: (tokens of decode rows, what `Cutter.cut` returns, 0).
 
-    def __init__(self, layout: Layout, cutter: Cutter, device: torch.device):
-        self.layout, self.cutter = layout, cutter
+    A row has `width` places among the judged tokens; those that it does not use are nobody's.
+    """
+
+    def __init__(self, layout: Layout, cutter: Cutter, width: int, device: torch.device):
+        self.layout, self.cutter, self.width = layout, cutter, width
         self.buffer = torch.zeros(layout.size, dtype=torch.int32, device=device)
         (
             self.slots, self.positions, self.sample_token, self.sample_slot, self.sample_position, self.parts, self.counts
         ) = layout.split(self.buffer)  # fmt: skip
         self.ids = torch.zeros(layout.tokens, dtype=torch.int32, device=device)
+        # of the rows of a pure decode step; `slots` are the tokens'
+        self.row_slots = self.slots if width == 1 else torch.zeros(layout.judged // width, dtype=torch.int32, device=device)
 
     def upload_slots(self, slots: np.ndarray, padded: int, nobody: int, buffers: StepBuffers) -> None:
         """The rows of a pure decode step; everything else of it comes from the tables."""
         view = buffers.inputs_view
         view[: len(slots)] = slots
         view[len(slots) : padded] = nobody
-        self.slots[:padded].copy_(buffers.inputs[:padded], non_blocking=True)
+        self.row_slots[:padded].copy_(buffers.inputs[:padded], non_blocking=True)
 
-    def upload_step(self, batch, padded: int, nobody: int, buffers: StepBuffers) -> None:
+    def upload_step(self, batch: Batch, padded: int, nobody: int, buffers: StepBuffers) -> None:
         """All columns of a step of `padded` tokens that has prompt chunks."""
         view = self.layout.split(buffers.inputs_view)
         slots, positions, sample_token, sample_slot, sample_position, parts, counts = view
@@ -131,11 +147,15 @@ class StepInputs:
         positions[:total] = np.arange(total, dtype=np.int32) + np.repeat(batch.starts - firsts, batch.counts)
         slots[total:padded] = nobody
         positions[total:padded] = 0
-        n = int(np.count_nonzero(batch.samples))
-        sample_token[:n] = ends[batch.samples] - 1
-        sample_slot[:n] = batch.slots[batch.samples]
-        sample_position[:n] = (batch.starts + batch.counts)[batch.samples]
+        judged, column = batch.judged, np.arange(self.width)
+        n = len(judged) * self.width
+        used = column < batch.sampled[judged, None]
+        at = np.where(used, (ends - batch.sampled)[judged, None] + column, 0).reshape(-1)
+        sample_token[:n] = at
+        sample_slot[:n] = np.where(used, batch.slots[judged, None], nobody).reshape(-1)
+        sample_position[:n] = positions[at] + 1
         sample_token[n:], sample_slot[n:], sample_position[n:] = 0, nobody, 0
         prompts = np.stack([batch.slots, batch.starts, firsts, batch.counts], 1)[batch.decodes :]
-        counts[:3] = batch.decodes, *self.cutter.cut(prompts.tolist(), parts.reshape(-1, COLUMNS))
+        decode_tokens = firsts[batch.decodes]
+        counts[:3] = decode_tokens, *self.cutter.cut(prompts.tolist(), parts.reshape(-1, COLUMNS))
         self.buffer.copy_(buffers.inputs, non_blocking=True)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from slipstream.ops.collective import Collective, Solo
 from slipstream.ops.cpu.paged import PagedStep, paged_attention
-from slipstream.ops.interface import Attention
+from slipstream.ops.interface import Attention, Step
 from slipstream.shard import Shard
+from slipstream.weights.packed import Packed, join
 
 _ROW_BYTES = 1 << 30  # dense copies kept for steps of one row at most: 15 % faster than packed in bfloat16
 _NEAR = 2.0**-6  # of a row's best logit: two steps of bfloat16
@@ -70,7 +71,8 @@ class PlainOps:
         self._row_bytes = 0  # of dense copies
         self._kept: set[int] = set()  # addresses of tensors that are held dense anyway
 
-    def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
+    def weight(self, parts: list[Packed], bias: Tensor | None = None) -> Linear:
+        tensor = join(parts).data
         self.weight_bytes += tensor.nbytes + (bias.nbytes if bias is not None else 0)
         if not (self.packs and tensor.numel()):
             return Linear(None, tensor, bias)
@@ -83,9 +85,6 @@ class PlainOps:
             self._row_bytes += tensor.nbytes
             self.weight_bytes += tensor.nbytes
         return Linear(packed, tensor, bias)
-
-    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Linear:
-        return self.weight(torch.cat([gate, up]), torch.cat(bias) if bias else None)
 
     def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
         width = tensor.numel()
@@ -105,12 +104,12 @@ class PlainOps:
         rows = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
         return self.collective.all_reduce_sum(rows).float()
 
-    def norm(self, x: Tensor, weight: Norm) -> Tensor:
+    def norm(self, x: Tensor, weight: Norm, step: Step) -> Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
         out = torch.empty(x.shape, dtype=self.dtype)
         return torch.mul(x / torch.hypot(length, weight.floor), weight.scale, out=out)
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+    def linear(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         if weight.packed is not None:
             if weight.dense is not None and x.shape[0] == 1:
                 return _one_row(x, weight.dense, weight.bias)
@@ -124,8 +123,8 @@ class PlainOps:
         x = qkv.view(qkv.shape[0], -1, dim)
         turned = heads.num_q_heads + heads.num_kv_heads
         if spec.q_norm is not None:
-            x[:, : heads.num_q_heads] = self.norm(x[:, : heads.num_q_heads], spec.q_norm)
-            x[:, heads.num_q_heads : turned] = self.norm(x[:, heads.num_q_heads : turned], spec.k_norm)
+            x[:, : heads.num_q_heads] = self.norm(x[:, : heads.num_q_heads], spec.q_norm, step)
+            x[:, heads.num_q_heads : turned] = self.norm(x[:, heads.num_q_heads : turned], spec.k_norm, step)
         cos, sin = self._rotation(spec.rotary, step)
         width, half = qkv.shape[1], dim // 2
         halves = qkv.as_strided((qkv.shape[0], turned, 2, half), (width, dim, half, 1))
@@ -141,24 +140,24 @@ class PlainOps:
             step.rotations[id(rotary)] = found
         return found
 
-    def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
-        gate, up = self.linear(x, weight).chunk(2, -1)
+    def swiglu(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
+        gate, up = self.linear(x, weight, step).chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The layer's part, summed over the ranks, added to the residual; and that, normed.
+    def partial(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
+        return self.linear(x, weight, step)
 
-        The residual stays in float32: its roundings would add up over the layers, and close candidates would change places
+    def reduce_add_norm(self, partial: Tensor, residual: Tensor, norm: Norm, step: Step) -> tuple[Tensor, Tensor]:
+        """The residual stays in float32: its roundings would add up over the layers, and close candidates would change places
         with the rows that share a step.
         """
-        part = self.linear(x, weight) if x.shape[1] else torch.zeros(residual.shape, dtype=self.dtype)
         if self.shard.size > 1:
-            self.collective.all_reduce_sum(part)
-        residual = residual + part
-        return residual, self.norm(residual, norm)
+            self.collective.all_reduce_sum(partial)
+        residual = residual + partial
+        return residual, self.norm(residual, norm, step)
 
-    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
-        out = self.linear(hidden, head).float()
+    def logits(self, hidden: Tensor, head: Linear, step: Step) -> Tensor:
+        out = self.linear(hidden, head, step).float()
         if self.dtype != torch.float32 and head.dense is not None and out.numel():
             _sharpen(out, hidden, head.dense)
         return out

@@ -1,10 +1,12 @@
 """Paged attention in plain PyTorch, and the layout of a step that it needs.
 
-The cache of a layer is one tensor [pages + 1, block, 2 * key heads, head_dim]: keys, then values, of a token side by side, so
-that one write and one gather serve both. Page 0 is the null page: nobody's, always zero here, what padding columns read.
+The cache of a layer is one tensor [pages + 1, page_size, 2 * key heads, head_dim]: keys, then values, of a token side by
+side, so that one write and one gather serve both. Page 0 is the null page: nobody's, always zero here, what padding columns
+read.
 
 Rows of one token attend together over gathered pages; a longer row attends to what its request had before (gathered, no mask)
-and to itself (causal), and the two are joined by their log-sum-exp, so no mask of tokens times context is ever made.
+and to itself (causal), and the two are joined by their log-sum-exp, so no mask of tokens times context is ever made. In a layer
+with a window, a longer row attends under a mask to the pages that its window reaches.
 """
 
 from dataclasses import dataclass, field
@@ -26,29 +28,40 @@ class Singles:
     rows: Tensor | None  # int64 [n]
     count: int
     pages: Tensor  # int64 [n * width]
-    mask: Tensor  # [n, 1, 1, width * block] 0 or -inf
+    mask: Tensor  # [n, 1, 1, width * page_size] 0 or -inf
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A row of several tokens: tokens [first, last) of the step, with `start` tokens of its request in the cache before."""
+    """A row of several tokens: tokens [first, last) of the step, of a request with `start` tokens in the cache before."""
 
     first: int
     last: int
     start: int
-    pages: Tensor  # int64 [ceil(start / block)]
+    pages: Tensor  # int64: those that hold cached positions [begin, start)
+    begin: int  # 0, or the first position of the first page that the window reaches
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """A step's rows as the layers of one page table see them."""
+
+    window: int  # tokens that a row reads at most, 0: all
+    write_at: Tensor  # int64 [T]: page * page_size + offset of each token
+    singles: list[Singles]
+    chunks: list[Chunk]
 
 
 @dataclass(eq=False)
 class PagedStep:
-    """One step as the plain operations read it (an `ops.interface.Step`)."""
+    """One step as the plain operations read it (an `ops.interface.ForwardStep`)."""
 
     ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
-    caches: list[Tensor]  # per layer [pages + 1, block, 2 keys, head_dim]
-    write_at: Tensor  # int64 [T]: page * block + offset of each token
-    singles: list[Singles]
-    chunks: list[Chunk]
+    slots: Tensor  # int64 [T]
+    rows: list[tuple[int, int, int]]  # (slot, first, last): tokens [first, last) of the step are the slot's
+    caches: list[tuple[Tensor, ...]]  # by layer: pages, or the arrays [slots + 1, ...] of its state
+    tables: list[TableRows]
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by id of the rotary table
 
 
@@ -57,44 +70,71 @@ def build_step(
     slots: np.ndarray,
     starts: np.ndarray,
     counts: np.ndarray,
-    block_table: np.ndarray,
-    caches: list[Tensor],
+    page_tables: np.ndarray,
+    windows: tuple[int, ...],
+    caches: list[tuple[Tensor, ...]],
     dtype: torch.dtype,
     page_size: int,
 ) -> PagedStep:
-    """The layout of a step: rows as in `log.batch.Batch`, `ids` their tokens in a row, `block_table` [slots, columns]."""
+    """The layout of a step: rows as in `log.batch.Batch`, `ids` their tokens in a row.
+
+    `page_tables` [tables, slots, columns], each with its window, or 0.
+    """
     of_row = np.repeat(np.arange(len(slots)), counts)
-    firsts = np.cumsum(counts) - counts
+    ends = np.cumsum(counts)
+    firsts = ends - counts
     positions = np.arange(len(of_row)) - firsts[of_row] + starts[of_row]
-    column, offset = np.divmod(positions, page_size)
-    write_at = block_table[slots[of_row], column].astype(np.int64) * page_size + offset
-    one = np.flatnonzero(counts == 1)
+    of_slot = slots[of_row]
     return PagedStep(
         ids=torch.from_numpy(ids.astype(np.int64)),
         positions=torch.from_numpy(positions.astype(np.int64)),
+        slots=torch.from_numpy(of_slot.astype(np.int64)),
+        rows=list(zip(slots.tolist(), firsts.tolist(), ends.tolist(), strict=True)),
         caches=caches,
+        tables=[
+            _table_rows(slots, starts, counts, firsts, of_slot, positions, table, window, dtype, page_size)
+            for table, window in zip(page_tables, windows, strict=True)
+        ],
+    )
+
+
+def _table_rows(slots, starts, counts, firsts, of_slot, positions, table, window, dtype, page_size) -> TableRows:
+    column, offset = np.divmod(positions, page_size)
+    write_at = table[of_slot, column].astype(np.int64) * page_size + offset
+    one = np.flatnonzero(counts == 1)
+    begins = np.maximum(starts - window + 1, 0) // page_size if window else np.zeros(len(starts), np.int64)  # columns
+    return TableRows(
+        window=window,
         write_at=torch.from_numpy(write_at),
-        singles=_singles(one, firsts, slots, starts, block_table, dtype, page_size, len(one) == len(of_row)),
+        singles=_singles(one, firsts, slots, starts, begins, table, window, dtype, page_size, len(one) == len(of_slot)),
         chunks=[
-            Chunk(int(f), int(f + n), int(s), torch.from_numpy(block_table[slot, : -(-s // page_size)].astype(np.int64)))
-            for f, n, s, slot in zip(firsts, counts, starts, slots, strict=True)
+            Chunk(f, f + n, s, torch.from_numpy(table[slot, b : -(-s // page_size)].astype(np.int64)), b * page_size)
+            for f, n, s, slot, b in zip(*(c.tolist() for c in (firsts, counts, starts, slots, begins)), strict=True)
             if n > 1
         ],
     )
 
 
-def _singles(one, firsts, slots, starts, block_table, dtype, page_size, alone) -> list[Singles]:
+def _singles(one, firsts, slots, starts, begins, table, window, dtype, page_size, alone) -> list[Singles]:
     """Groups of rows of one token: one group, unless padding to the longest would at least double some rows' reads."""
-    need = starts[one] // page_size + 1
+    need = starts[one] // page_size + 1 - begins[one]
     groups = []
     left = np.argsort(-need, kind="stable") if len(one) and need.max() > _WIDE else np.arange(len(one))
     while len(left):
         widest = int(need[left].max())
         close = need[left] * 2 > widest if widest > _WIDE else np.ones(len(left), bool)
-        rows, left = one[left[close]], left[~close]
-        width = np.arange(widest)
-        pages = np.where(width < (starts[rows] // page_size + 1)[:, None], block_table[slots[rows], :widest], 0)
-        mask = np.where(np.arange(widest * page_size) <= starts[rows][:, None], np.float32(0), np.float32(-np.inf))
+        picked, left = left[close], left[~close]
+        rows, columns = one[picked], np.arange(widest)
+        at = np.arange(widest * page_size)
+        if window:
+            found = table[slots[rows, None], np.minimum(begins[rows, None] + columns, table.shape[1] - 1)]
+            at = at + begins[rows, None] * page_size
+            seen = (at <= starts[rows, None]) & (at > starts[rows, None] - window)
+        else:
+            found = table[slots[rows], :widest]
+            seen = at <= starts[rows][:, None]
+        pages = np.where(columns < need[picked][:, None], found, 0)
+        mask = np.where(seen, np.float32(0), np.float32(-np.inf))
         whole = alone and len(rows) == len(one) and widest <= _WIDE
         groups.append(
             Singles(
@@ -110,16 +150,20 @@ def _singles(one, firsts, slots, starts, block_table, dtype, page_size, alone) -
 def paged_attention(x: Tensor, spec: Attention, step: PagedStep) -> Tensor:
     """x [T, queries + 2 keys, head_dim], rotated; writes its keys and values, returns [T, queries * head_dim]."""
     num_q_heads, keys, dim = spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
-    cache = step.caches[spec.layer]
-    cache.view(-1, 2 * keys, dim).index_copy_(0, step.write_at, x[:, num_q_heads:])
-    if len(step.singles) == 1 and step.singles[0].rows is None:
-        return _attend_singles(x, spec, step.singles[0], cache)
+    (cache,), table = step.caches[spec.cache], step.tables[spec.table]
+    fresh = x[:, num_q_heads:].to(cache.dtype)
+    cache.view(-1, 2 * keys, dim).index_copy_(0, table.write_at, fresh)
+    if cache.dtype != x.dtype:  # a chunk reads of itself what later rows will read of it
+        x[:, num_q_heads:] = fresh
+    if len(table.singles) == 1 and table.singles[0].rows is None:
+        return _attend_singles(x, spec, table.singles[0], cache)
     out = x.new_empty(x.shape[0], num_q_heads * dim)
-    for group in step.singles:
+    for group in table.singles:
         assert group.rows is not None
         out.index_copy_(0, group.rows, _attend_singles(x.index_select(0, group.rows), spec, group, cache))
-    for chunk in step.chunks:
-        _attend_chunk(x[chunk.first : chunk.last], spec, chunk, cache, out[chunk.first : chunk.last])
+    for chunk in table.chunks:
+        attend = _attend_windowed if table.window else _attend_chunk
+        attend(x[chunk.first : chunk.last], spec, chunk, cache, out[chunk.first : chunk.last], table.window)
     return out
 
 
@@ -127,7 +171,7 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
     """The queries of one key head stand as rows of one attention, so keys need no expansion. x [n, any heads, head_dim]."""
     n, keys, dim = group.count, spec.heads.num_kv_heads, spec.head_dim
     share, row = spec.heads.num_q_heads // keys, 2 * keys * dim
-    past = cache.index_select(0, group.pages)
+    past = cache.index_select(0, group.pages).to(x.dtype)
     length = past.shape[0] * past.shape[1] // n
     size, stride = (n, keys, length, dim), (length * row, dim, row, 1)
     q = x.as_strided((n, keys, share, dim), (x.stride(0), share * dim, dim, 1))
@@ -136,20 +180,33 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
     return out.reshape(n, -1)
 
 
-def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor) -> None:
+def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, _: int) -> None:
     n, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
     share = num_q_heads // keys
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
     own, own_lse = _flash(q[None], k[None], v[None], 0.0, True, scale=spec.scale)
     if chunk.start:
-        past = cache.index_select(0, chunk.pages).view(-1, 2 * keys, dim)[: chunk.start].transpose(0, 1)
+        past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, 2 * keys, dim)[: chunk.start].transpose(0, 1)
         rows = q.reshape(1, keys, share * n, dim)
         old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, scale=spec.scale)
         own = _join(
             own, own_lse.view(1, num_q_heads, n, 1), old.reshape(1, num_q_heads, n, dim), old_lse.reshape(1, num_q_heads, n, 1)
         )
     out.view(n, num_q_heads, dim).copy_(own[0].transpose(0, 1))
+
+
+def _attend_windowed(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, window: int) -> None:
+    """A chunk's tokens over the cached ones that the window of the first reaches, and over themselves."""
+    n, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
+    past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, 2 * keys, dim)[: chunk.start - chunk.begin]
+    both = torch.cat([past, x[:, num_q_heads:]]).transpose(0, 1)
+    k, v = (part.repeat_interleave(num_q_heads // keys, 0) for part in (both[:keys], both[keys:]))
+    behind = torch.arange(chunk.start, chunk.start + n)[:, None] - torch.arange(chunk.begin, chunk.start + n)
+    mask = torch.zeros(behind.shape, dtype=x.dtype).masked_fill_((behind < 0) | (behind >= window), -torch.inf)
+    q = x[:, :num_q_heads].transpose(0, 1)
+    found, _ = _flash(q[None], k[None], v[None], 0.0, False, attn_mask=mask[None, None], scale=spec.scale)
+    out.view(n, num_q_heads, dim).copy_(found[0].transpose(0, 1))
 
 
 def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:

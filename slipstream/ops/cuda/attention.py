@@ -2,8 +2,9 @@
 # ruff: noqa: E501
 """Paged attention in Triton: decode rows split over the cache, prompt rows in blocks; both read tables and lengths on the device.
 
-The cache of one layer is [pages + 1, key heads, block, head_dim] for keys and for values: the tokens of one head in one page lie
-together, so that a program reads whole pages in a row. Page 0 is nobody's. Grids follow from captured sizes, and programs without
+The cache of one layer is [pages + 1, key heads, page_size, head_dim] for keys and for values: the tokens of one head in one page
+lie together, so that a program reads whole pages in a row. Where it has another dtype than the activations, the kernels that read
+by address convert what they read; those that take tiles need one dtype. Page 0 is nobody's. Grids follow from captured sizes, and programs without
 work leave at once; how prompts are cut comes with a step's inputs (`ops.prompt_blocks`).
 """
 
@@ -116,14 +117,14 @@ def decode_kernel(
         valid = offs < end
         page = tl.load(table + offs // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
         at = ((page * HEADS + head) * PAGE_SIZE + offs % PAGE_SIZE) * D
-        k = tl.load(keys + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        k = tl.load(keys + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         s = tl.where(valid[None, :], s, -float("inf"))
         top = tl.maximum(best, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(best - top)
         total = total * shrink + tl.sum(p, 1)
-        v = tl.load(values + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+        v = tl.load(values + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0).to(q.dtype)
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
         best = top
     out_at = out + (row.to(tl.int64) * HEADS * GROUP + head * GROUP + g[:, None]) * D + d[None, :]
@@ -156,7 +157,7 @@ def _attend(
             k = tl.load(keys + at[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
         else:
             k = tl.load(keys + at[:, None] + d[None, :])
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
         if MASKED:
             s = tl.where(offs[None, :] <= limit[:, None], s, -float("inf"))
         top = tl.maximum(best, tl.max(s, 1) * scale)
@@ -168,7 +169,7 @@ def _attend(
             v = tl.load(values + at[:, None] + d[None, :], mask=(offs < last)[:, None] & (d < D)[None, :], other=0.0)
         else:
             v = tl.load(values + at[:, None] + d[None, :])
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         best = top
     return acc, total, best
 

@@ -3,8 +3,8 @@
 """Prompt attention for Hopper in Gluon: one warp brings tiles of the cache, two groups of four warps each attend 64 queries.
 
 The order within a group is FlashAttention-3's (Shah et al. 2024, section 3.2): the scores of the next tiles are asked of the
-matrix units before the values of these, so that the softmax of the next runs beside the product of these. Triton's own pipeliner
-puts the softmax between its products. What a block, a part and the scratch are is as in `triton_attention.prefill_kernel`.
+matrix units before the values of these, so that the softmax of the next runs during the product of these. Triton's own pipeliner
+puts the softmax between its products. What a block, a part and the scratch are is as in `attention.prefill_kernel`.
 """
 
 from typing import Any, cast
@@ -62,8 +62,8 @@ def _turns(counts, QUERIES: gl.constexpr):
 
 @jit
 def _item(counts, turn, QUERIES: gl.constexpr):
-    """Which item a program takes in its `turn`, and whether there is one: there and back, so that who had a long one has a
-    short one next. Read anew each time: there is no register left to keep it in."""
+    """Which item a program takes in its `turn`, and whether there is one: there and back, so that a program with a long
+    one has a short one next. Read again each time: no register is left to keep it in."""
     items, own, others = _share(counts, QUERIES)
     place = gl.program_id(0) - own  # below 0 for an item that is all its program has to do
     item = own + turn * others + gl.where(turn % 2 == 0, place, others - 1 - place)
@@ -276,7 +276,7 @@ def hopper_prefill_kernel(
     qkv, keys, values, tables, parts, counts, partial, stats, arrived, out, scale, qkv_stride, table_stride,
     HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`triton_attention.prefill_kernel` for tiles: keys and values are descriptors of [*, D] in tiles [64, D], blocks have 128 rows."""
+    """`attention.prefill_kernel` for tiles: keys and values are descriptors of [*, D] in tiles [64, D], blocks have 128 rows."""
     q = gl.allocate_shared_memory(keys.dtype, [2, M, D], keys.layout)
     k_tiles = gl.allocate_shared_memory(keys.dtype, [2 * STAGES, N, D], keys.layout)
     v_tiles = gl.allocate_shared_memory(keys.dtype, [2 * STAGES, N, D], values.layout)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
+from slipstream.log.caches import CacheLayout, Window
 from slipstream.ops.cuda.attention import (
     TILE,
     decode_kernel,
@@ -23,14 +24,15 @@ from slipstream.ops.cuda.launch import cdiv, power, tl
 from slipstream.ops.cuda.prompt_blocks import ROWS, UNITS, Cutter
 from slipstream.ops.cuda.rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
 from slipstream.ops.cuda.sums import barrier_kernel, sum_add_norm_kernel
-from slipstream.ops.cuda.symmetric import FAULT_NS, PROGRAMS, Symmetric
-from slipstream.ops.interface import Attention
+from slipstream.ops.cuda.symmetric import FAULT_NS, PROGRAMS, Region, Symmetric
+from slipstream.ops.interface import Attention, Step
 from slipstream.shard import Shard
+from slipstream.weights.packed import Packed, join
 
 LOG2E = 1.4426950408889634
 TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MOST_PARTS = 32  # that one decode row's cache is cut into
-ROW_BARRIER_ROWS = 132  # rows up to which each row's program meets its peers by itself
+ROW_BARRIER_ROWS = 132  # rows up to which each row's program waits for its peers by itself
 
 
 def row_warps(width: int) -> int:
@@ -64,7 +66,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """Where the parts of split decode rows meet; shared by all layers and graphs, since one stream orders them."""
+    """Where the parts of split decode rows are joined; shared by all layers and graphs, since one stream orders them."""
 
     partial: Tensor  # float32
     stats: Tensor  # float32
@@ -73,7 +75,7 @@ class Scratch:
 
 @dataclass(frozen=True, eq=False)
 class DecodeScratch(Scratch):
-    """With the parts themselves, which `begin` cuts anew for each step."""
+    """With the parts themselves, which `begin` cuts again for each step."""
 
     parts: Tensor  # int32 [*, 5], see `decode_parts_kernel`
     count: Tensor  # int32 [1]
@@ -109,10 +111,10 @@ class CudaStep:
     ids: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
     slots: Tensor  # int32 [T]
-    tables: Tensor  # int32 [slots + 1, columns]
-    caches: list[tuple[Tensor, Tensor]]  # per layer [pages + 1, heads, block, head_dim]
-    tiles: list[Tiles] | None  # the same caches as descriptors of tiles, where `tile_caches` allows
-    scratch: DecodeScratch
+    tables: list[Tensor]  # by page table, int32 [slots + 1, columns]
+    caches: list[tuple[Tensor, ...]]  # by layer: keys and values, or the arrays [slots + 1, ...] of its state
+    tiles: list[Tiles | None]  # the same keys and values as descriptors of tiles, where `tiles_of` allows
+    scratch: dict[int, DecodeScratch]  # by number of key heads
     prompt_scratch: Scratch
     page_size: int
     decode_rows: int
@@ -120,6 +122,7 @@ class CudaStep:
     prompts: bool = False
     parts: Tensor | None = None
     part_counts: Tensor | None = None
+    turn: int = 0  # the symmetric buffer of the next partial sum; every forward begins with the same one
 
 
 @dataclass(eq=False)
@@ -133,15 +136,11 @@ class CudaOps:
 
     def __post_init__(self) -> None:
         self.precision = "ieee" if self.dtype == torch.float32 else "tf32"
-        self._turn = 0
         self._side = torch.cuda.Stream(self.device)
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
-    def weight(self, tensor: Tensor, bias: Tensor | None = None) -> Linear:
-        return Linear(self.tensor(tensor), None if bias is None else self.tensor(bias))
-
-    def gated_weight(self, gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Linear:
-        return self.weight(torch.cat([gate, up]), None if bias is None else torch.cat(bias))
+    def weight(self, parts: list[Packed], bias: Tensor | None = None) -> Linear:
+        return Linear(self.tensor(join(parts).data), None if bias is None else self.tensor(bias))
 
     def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
         return Norm(self.tensor(tensor), eps)
@@ -150,10 +149,8 @@ class CudaOps:
         return tensor.to(self.device)
 
     def begin(self, step: CudaStep) -> None:
-        """Called before each forward: cuts the decode rows' caches, and the turns of the symmetric buffers start alike."""
-        self._turn = 0
-        s, heads = step.scratch, step.caches[0][0].shape[1] if step.caches else 0
-        if heads:
+        """Called before each forward: cuts the decode rows' caches."""
+        for heads, s in step.scratch.items():
             decode_parts_kernel[(1,)](
                 step.positions, step.decodes, s.parts, s.count, step.decode_rows, decode_parts(step.decode_rows, heads),
                 HEADS=heads, MOST=MOST_PARTS, TILE=TILE, R=power(s.rows), num_warps=8,
@@ -163,19 +160,20 @@ class CudaOps:
         rows, hidden = step.ids.shape[0], table.shape[1]
         alone = self.shard.size == 1
         out = torch.empty((rows, hidden), dtype=self.dtype, device=self.device)
-        part = out if alone else self.symmetric.sums[2].local[:rows]
+        region = None if alone else self.symmetric.sums[2]
+        part = out if region is None else region.local[:rows]
         embed_kernel[(rows, cdiv(hidden, 1024))](table, step.ids, part, first, table.shape[0], H=hidden, B=1024)
-        if not alone:
-            self._sum(2, out, None, out)
+        if region is not None:
+            self._sum(region, out, None, out)
         return out
 
-    def norm(self, x: Tensor, weight: Norm) -> Tensor:
+    def norm(self, x: Tensor, weight: Norm, step: Step) -> Tensor:
         out = torch.empty_like(x)
         rows, width = x.shape
         norm_kernel[(rows,)](x, weight.weight, out, weight.eps, H=width, HP=power(width), num_warps=row_warps(width))
         return out
 
-    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+    def linear(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         return weight.apply(x)
 
     def attention(self, qkv: Tensor, spec: Attention, step: CudaStep) -> Tensor:
@@ -184,13 +182,12 @@ class CudaOps:
         if not heads.num_kv_heads:
             return out
         group = heads.num_q_heads // heads.num_kv_heads
-        keys, values = step.caches[spec.layer]
-        columns = step.tables.stride(0)
+        (keys, values), table = step.caches[spec.cache], step.tables[spec.table]
         none = Norm(spec.rotary, 0.0)  # an address that is not read
         q_norm, k_norm = spec.q_norm or none, spec.k_norm or none
         rotary_write_kernel[(rows, heads.num_kv_heads)](
-            qkv, q_norm.weight, k_norm.weight, spec.rotary, keys, values, step.tables, step.slots, step.positions,
-            qkv.stride(0), columns, q_norm.eps, HEADS=heads.num_kv_heads, GROUP=group, GP=power(group + 2), D=d,
+            qkv, q_norm.weight, k_norm.weight, spec.rotary, keys, values, table, step.slots, step.positions,
+            qkv.stride(0), table.stride(0), q_norm.eps, HEADS=heads.num_kv_heads, GROUP=group, GP=power(group + 2), D=d,
             HALF=power(d // 2), PAGE_SIZE=step.page_size, NORM=spec.q_norm is not None, num_warps=4,
         )  # fmt: skip
         if not step.prompts:
@@ -204,40 +201,40 @@ class CudaOps:
         return out
 
     def _attend_decodes(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
-        s, keys = step.scratch, spec.heads.num_kv_heads
-        if step.tiles:
-            kernel, cache, stages, options = decode_tiles_kernel, step.tiles[spec.layer].decode, 2, self._shape(spec, step)
+        keys = spec.heads.num_kv_heads
+        s, table, tiles = step.scratch[keys], step.tables[spec.table], step.tiles[spec.cache]
+        if tiles:
+            kernel, cache, stages, options = decode_tiles_kernel, tiles.decode, 2, self._shape(spec, step)
         else:
-            kernel, cache, options = decode_kernel, step.caches[spec.layer], self._padded_shape(spec, step)
+            kernel, cache, options = decode_kernel, step.caches[spec.cache], self._padded_shape(spec, step)
             stages = 3 if options["N"] == TILE else 2
         kernel[(decode_parts(step.decode_rows, keys), keys)](
-            qkv, *cache, step.tables, step.slots, s.parts, s.count, s.partial, s.stats, s.arrived, out,
-            spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0), num_warps=4, num_stages=stages, **options,
+            qkv, *cache, table, step.slots, s.parts, s.count, s.partial, s.stats, s.arrived, out,
+            spec.scale * LOG2E, qkv.stride(0), table.stride(0), num_warps=4, num_stages=stages, **options,
         )  # fmt: skip
 
     def _attend_prompts(self, qkv: Tensor, out: Tensor, spec: Attention, step: CudaStep) -> None:
-        p = step.prompt_scratch
-        arrays = step.tables, step.parts, step.part_counts, p.partial, p.stats, p.arrived, out
-        sizes = spec.scale * LOG2E, qkv.stride(0), step.tables.stride(0)
-        tiles = step.tiles[spec.layer].prompt if step.tiles else None
-        if tiles:
+        p, table, tiles = step.prompt_scratch, step.tables[spec.table], step.tiles[spec.cache]
+        arrays = table, step.parts, step.part_counts, p.partial, p.stats, p.arrived, out
+        sizes = spec.scale * LOG2E, qkv.stride(0), table.stride(0)
+        if tiles and tiles.prompt:
             from slipstream.ops.cuda.hopper_prefill import hopper_prefill_kernel
 
             h = spec.heads
             hopper_prefill_kernel[(self.processors,)](
-                qkv, *tiles, *arrays, *sizes, HEADS=h.num_kv_heads, GROUP=h.num_q_heads // h.num_kv_heads, D=spec.head_dim,
-                PAGE_SIZE=step.page_size, STAGES=2, num_warps=4, maxnreg=168,
+                qkv, *tiles.prompt, *arrays, *sizes, HEADS=h.num_kv_heads, GROUP=h.num_q_heads // h.num_kv_heads,
+                D=spec.head_dim, PAGE_SIZE=step.page_size, STAGES=2, num_warps=4, maxnreg=168,
             )  # fmt: skip
         else:
             options = self._padded_shape(spec, step)
             prefill_kernel[(self.processors,)](
-                qkv, *step.caches[spec.layer], *arrays, *sizes, M=ROWS, num_warps=8,
+                qkv, *step.caches[spec.cache], *arrays, *sizes, M=ROWS, num_warps=8,
                 num_stages=5 if options["N"] == TILE else 2, **options,
             )  # fmt: skip
 
     def _shape(self, spec: Attention, step: CudaStep) -> dict[str, Any]:
         h, d = spec.heads, spec.head_dim
-        n = tile_tokens(d, self.dtype.itemsize)
+        n = tile_tokens(d, max(self.dtype.itemsize, step.caches[spec.cache][0].itemsize))
         return {
             "HEADS": h.num_kv_heads, "GROUP": h.num_q_heads // h.num_kv_heads, "D": d, "PAGE_SIZE": step.page_size, "N": n,
             "PRECISION": self.precision,
@@ -246,26 +243,26 @@ class CudaOps:
     def _padded_shape(self, spec: Attention, step: CudaStep) -> dict[str, Any]:
         return self._shape(spec, step) | {"DP": power(spec.head_dim)}
 
-    def tile_caches(self, caches: list[tuple[Tensor, Tensor]], page_size: int) -> list[Tiles] | None:
-        """Descriptors of the caches in tiles [TILE, head_dim] that the copy engine brings, or None where kernels use addresses.
+    def tiles_of(self, cache: tuple[Tensor, ...], page_size: int) -> Tiles | None:
+        """A layer's keys and values in tiles [TILE, head_dim] that the copy engine brings; None where kernels use addresses.
 
-        Tiles need pages of a multiple of TILE tokens, 16-bit numbers, heads of 64 or 128 and a Hopper GPU or a newer one; the
-        prompts' kernel is for Hopper alone, and so is the language that it is written in imported for it alone.
+        Tiles need pages of a multiple of TILE tokens, 16-bit numbers of the activations' dtype, heads of 64 or 128 and a
+        Hopper GPU or a newer one. The prompts' kernel is for Hopper alone, so its language is imported for it alone.
         """
         generation = torch.cuda.get_device_capability(self.device)[0]
-        if not caches or page_size % TILE or self.dtype.itemsize != 2 or generation < 9:
+        keys, values = cache
+        if page_size % TILE or self.dtype.itemsize != 2 or keys.dtype != self.dtype or generation < 9:
             return None
-        d = caches[0][0].shape[-1]
-        if d not in (64, 128) or not caches[0][0].numel():
+        if keys.shape[-1] not in (64, 128) or not keys.numel():
             return None
-        describe = lambda tile: [(tile(k), tile(v)) for k, v in caches]
+        decode = decode_tile(keys), decode_tile(values)
         if generation > 9:
-            return [Tiles(decode, None) for decode in describe(decode_tile)]
+            return Tiles(decode, None)
         from slipstream.ops.cuda.hopper_prefill import prompt_tile
 
-        return [Tiles(*pair) for pair in zip(describe(decode_tile), describe(prompt_tile), strict=True)]
+        return Tiles(decode, (prompt_tile(keys), prompt_tile(values)))
 
-    def swiglu(self, x: Tensor, weight: Linear) -> Tensor:
+    def swiglu(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         both = weight.apply(x)
         width = both.shape[1] // 2
         out = torch.empty((x.shape[0], width), dtype=self.dtype, device=self.device)
@@ -273,26 +270,30 @@ class CudaOps:
             swiglu_kernel[(x.shape[0], cdiv(width, 1024))](both, out, WIDTH=width, B=1024, num_warps=4)
         return out
 
-    def add_norm(self, x: Tensor, weight: Linear, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def partial(self, x: Tensor, weight: Linear, step: CudaStep) -> Tensor:
+        """With several ranks the product is written where all of them can read it, in two buffers that take turns."""
+        if self.shard.size == 1:
+            return weight.apply(x)
+        region, step.turn = self.symmetric.sums[step.turn], 1 - step.turn
+        return weight.apply(x, region.local[: x.shape[0]])
+
+    def reduce_add_norm(self, partial: Tensor, residual: Tensor, norm: Norm, step: Step) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(residual)
         if self.shard.size == 1:
-            y = weight.apply(x)
-            rows, width = y.shape
+            rows, width = partial.shape
             add_norm_kernel[(rows,)](
-                y, residual, norm.weight, out, norm.eps, H=width, HP=power(width), num_warps=row_warps(width)
+                partial, residual, norm.weight, out, norm.eps, H=width, HP=power(width), num_warps=row_warps(width)
             )  # fmt: skip
-            return residual, out
-        buffer, self._turn = self._turn, 1 - self._turn
-        weight.apply(x, self.symmetric.sums[buffer].local[: x.shape[0]])
-        self._sum(buffer, residual, norm, out)
+        else:
+            self._sum(self.symmetric.region_of(partial), residual, norm, out)
         return residual, out
 
-    def logits(self, hidden: Tensor, head: Linear) -> Tensor:
+    def logits(self, hidden: Tensor, head: Linear, step: Step) -> Tensor:
         if self.dtype == torch.float32:
             return head.apply(hidden)
         return torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
 
-    def _sum(self, buffer: int, residual: Tensor, norm: Norm | None, out: Tensor) -> None:
+    def _sum(self, region: Region, residual: Tensor, norm: Norm | None, out: Tensor) -> None:
         """out = the sum over ranks; with a norm, residual += that sum and out = its RMSNorm."""
         rows, hidden = out.shape
         s = self.symmetric
@@ -303,7 +304,7 @@ class CudaOps:
         most = row_warps(hidden)
         warps = most if many else max(1, most // (2 if rows <= 64 else 4))
         sum_add_norm_kernel[(rows,)](
-            s.sums[buffer].addresses, s.flags.addresses, s.counts, s.fault, residual, weight, out, s.rank, rows, eps, FAULT_NS,
+            region.addresses, s.flags.addresses, s.counts, s.fault, residual, weight, out, s.rank, rows, eps, FAULT_NS,
             H=hidden, HP=power(hidden), WORLD=s.size, PROGRAMS=PROGRAMS, NORM=norm is not None, BARRIER=not many,
             DTYPE=TRITON_TYPE[self.dtype], num_warps=warps,
         )  # fmt: skip
@@ -320,7 +321,7 @@ class CudaOps:
         return Cutter(num_q_heads, self.processors)
 
     def prompt_scratch(self, head_dim: int) -> Scratch:
-        """Room for the parts of prompt blocks; apart from the decode rows', which are computed at the same time."""
+        """Room for the parts of prompt blocks; not the decode rows', which are computed at the same time."""
         options = {"dtype": torch.float32, "device": self.device}
         return Scratch(
             torch.empty(UNITS * ROWS * power(head_dim), **options),
@@ -344,9 +345,12 @@ class CudaOps:
         )
 
 
-def check_shape(head_dim: int, num_q_heads: int, num_kv_heads: int) -> None:
+def check_attention(spec: Attention, layout: CacheLayout) -> None:
     """Refuses what the kernels do not cover."""
-    if not 16 <= head_dim <= 256 or head_dim % 2:
-        raise ModelError(f"head_dim {head_dim} is not supported on CUDA; even sizes from 16 to 256 are")
-    if num_kv_heads and num_q_heads // num_kv_heads > 16:
-        raise ModelError(f"{num_q_heads // num_kv_heads} query heads share one key head; CUDA supports up to 16")
+    dim, heads = spec.head_dim, spec.heads
+    if isinstance(layout, Window):
+        raise ModelError(f"a sliding window of {layout.size} tokens is not supported on CUDA; --device cpu supports it")
+    if not 16 <= dim <= 256 or dim % 2:
+        raise ModelError(f"head_dim {dim} is not supported on CUDA; even sizes from 16 to 256 are")
+    if heads.num_kv_heads and heads.num_q_heads // heads.num_kv_heads > 16:
+        raise ModelError(f"{heads.num_q_heads // heads.num_kv_heads} query heads share one key head; CUDA supports up to 16")

@@ -1,28 +1,40 @@
 # pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
-"""Kernels around a forward: block-table writes, the step's ids and positions from the slot tables, the rows that sample."""
+"""Kernels around a forward: page-table writes, the step's ids and positions from the slot tables, the rows that sample."""
 
 from slipstream.ops.cuda.launch import jit, tl
 
 
 @jit(do_not_specialize=["count"])
-def pages_kernel(triples, tables, count, stride, B: tl.constexpr):
-    """tables[slot, column] = page for each of `count` triples int32 (slot, column, page)."""
+def pages_kernel(places, tables, count, table_stride, stride, B: tl.constexpr):
+    """tables[table, slot, column] = page for each of `count` places int32 (table, slot, column, page)."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     live = i < count
-    slot = tl.load(triples + 3 * i, mask=live, other=0).to(tl.int64)
-    column = tl.load(triples + 3 * i + 1, mask=live, other=0)
-    tl.store(tables + slot * stride + column, tl.load(triples + 3 * i + 2, mask=live, other=0), mask=live)
+    table = tl.load(places + 4 * i, mask=live, other=0).to(tl.int64)
+    slot = tl.load(places + 4 * i + 1, mask=live, other=0).to(tl.int64)
+    column = tl.load(places + 4 * i + 2, mask=live, other=0)
+    page = tl.load(places + 4 * i + 3, mask=live, other=0)
+    tl.store(tables + table * table_stride + slot * stride + column, page, mask=live)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "nobody"])
 def decode_prepare_kernel(
-    slots, next, tokens, ids, positions, sample_token, sample_slot, sample_position, rows, stride, B: tl.constexpr
+    row_slots, next, limits, tokens, slots, ids, positions, sample_token, sample_slot, sample_position, rows, stride, nobody,
+    WIDTH: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """A decode step from the tables alone: row i computes position next[slots[i]], whose token the tables hold, and samples."""
+    """A decode step from the tables alone: row r computes WIDTH positions from next[row_slots[r]] on and judges each of them.
+
+    tokens holds what they read: the latest token and WIDTH - 1 drafts. A position whose judgement would lie at the request's
+    limit or beyond it becomes nobody's. slots [rows * WIDTH] are written where WIDTH > 1; else they are row_slots itself.
+    """
     i = tl.program_id(0) * B + tl.arange(0, B)
-    live = i < rows
-    slot = tl.load(slots + i, mask=live, other=0)
-    position = tl.load(next + slot, mask=live, other=0)
+    live = i < rows * WIDTH
+    slot = tl.load(row_slots + i // WIDTH, mask=live, other=0)
+    position = tl.load(next + slot, mask=live, other=0) + i % WIDTH
+    if WIDTH > 1:
+        past = position + 1 >= tl.load(limits + slot, mask=live, other=0)
+        slot = tl.where(past, nobody, slot)
+        position = tl.where(past, 0, position)
+        tl.store(slots + i, slot, mask=live)
     tl.store(ids + i, tl.load(tokens + slot.to(tl.int64) * stride + position, mask=live, other=0), mask=live)
     tl.store(positions + i, position, mask=live)
     tl.store(sample_token + i, i, mask=live)

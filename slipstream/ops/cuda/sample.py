@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
-"""Sampling on the device: each rank's best (score, id) with the noise of ops/sampling.py, the exchange, the token's writing.
+"""Sampling on the device: each rank's best (score, id) with the noise of ops/sampling.py, the exchange, the tokens' writing.
 
 Scores and ids carry failures: the id NO_TOKEN and a score of -inf where nothing is allowed, NOT_FINITE and +inf where a logit
 is NaN.
@@ -86,44 +86,75 @@ def force_kernel(scores, ids, rows, forced, parts, PARTS: tl.constexpr):
     tl.store(forced + tl.load(rows + i), id)
 
 
+@jit
+def _chosen(scores, ids, forced, token, parts, PARTS: tl.constexpr):
+    """This rank's (score, id) of a judged token: its own best, or what `forced` says."""
+    best, id = _join(scores, ids, token, parts, PARTS)
+    will = tl.load(forced + token)
+    best = tl.where(will == -101, -float("inf"), tl.where(will == -100, best, 3.0e38))
+    return best, tl.where(will == -101, -1, tl.where(will == -100, id, will))
+
+
+@jit
+def _best_of_ranks(pairs, rank, token, WORLD: tl.constexpr, PAIRS: tl.constexpr):
+    """The best id that the ranks have written for a judged token."""
+    best = -float("inf")
+    id = -1
+    own = tl.load(pairs + rank)
+    for r in tl.static_range(WORLD):
+        here = (own + (r * PAIRS + token) * 8).to(tl.pointer_type(tl.int32))
+        score = tl.load(here, volatile=True).to(tl.float32, bitcast=True)
+        other = tl.load(here + 1, volatile=True)
+        id = tl.where(score > best, other, id)
+        best = tl.maximum(best, score)
+    return id
+
+
 @jit(do_not_specialize=["parts", "rank", "nobody"])
 def exchange_kernel(
     scores, ids, forced, slots, positions, tokens, next, ring, counter, pairs, flags, counts, fault,
     parts, stride, ring_stride, rank, nobody, bound,
     PARTS: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One row: joins its parts, meets the other ranks over (score, id), and writes the token where the next step reads it.
+    """One row of WIDTH judged tokens: joins their parts, exchanges (score, id) with the other ranks, accepts, and writes.
 
-    pairs int64 [WORLD]: addresses of the ranks' int32 [WORLD, PAIRS, 2]. The token goes to tokens[slot, position], its position
-    to next[slot], its id or failure to this step's place in ring int32 [DEPTH, ring_stride], whose last word is the fault's.
+    pairs int64 [WORLD]: addresses of the ranks' int32 [WORLD, PAIRS, 2]. Token j of a row is accepted where those before it
+    are and equal the drafts that tokens[slot, position] held; a row's judged tokens come first, the rest are nobody's.
+    Accepted ones go to tokens[slot, position], the last one's position to next[slot]: there the next step reads them.
+    This step's place in ring int32 [DEPTH, ring_stride] gets all ids or failures, then, where WIDTH > 1, the rows' accepted
+    counts (from the word nobody * WIDTH on), and in its last word the fault.
     """
     row = tl.program_id(0)
-    best, id = _join(scores, ids, row, parts, PARTS)
-    will = tl.load(forced + row)
-    best = tl.where(will == -101, -float("inf"), tl.where(will == -100, best, 3.0e38))
-    id = tl.where(will == -101, -1, tl.where(will == -100, id, will))
     if WORLD > 1:
-        for r in tl.static_range(WORLD):
-            there = (tl.load(pairs + r) + (rank * PAIRS + row) * 8).to(tl.pointer_type(tl.int32))
-            tl.store(there, best.to(tl.int32, bitcast=True))
-            tl.store(there + 1, id)
+        for j in tl.static_range(WIDTH):
+            best, id = _chosen(scores, ids, forced, row * WIDTH + j, parts, PARTS)
+            for r in tl.static_range(WORLD):
+                there = (tl.load(pairs + r) + (rank * PAIRS + row * WIDTH + j) * 8).to(tl.pointer_type(tl.int32))
+                tl.store(there, best.to(tl.int32, bitcast=True))
+                tl.store(there + 1, id)
         tl.debug_barrier()
         barrier(flags, counts, fault, rank, bound, row, WORLD, PROGRAMS, True)
-        best = -float("inf")
-        id = -1
-        own = tl.load(pairs + rank)
-        for r in tl.static_range(WORLD):
-            here = (own + (r * PAIRS + row) * 8).to(tl.pointer_type(tl.int32))
-            score = tl.load(here, volatile=True).to(tl.float32, bitcast=True)
-            other = tl.load(here + 1, volatile=True)
-            id = tl.where(score > best, other, id)
-            best = tl.maximum(best, score)
-    slot = tl.load(slots + row)
-    at = (tl.load(counter) - 1) % DEPTH
-    tl.store(ring + at * ring_stride + row, id)
+    place = ring + (tl.load(counter) - 1) % DEPTH * ring_stride
+    accepted = 0
+    right = True  # the drafts so far
+    for j in tl.static_range(WIDTH):
+        token = row * WIDTH + j
+        if WORLD > 1:
+            id = _best_of_ranks(pairs, rank, token, WORLD, PAIRS)
+        else:
+            _, id = _chosen(scores, ids, forced, token, parts, PARTS)
+        tl.store(place + token, id)
+        slot = tl.load(slots + token)
+        live = right & (slot != nobody)
+        position = tl.load(positions + token)
+        at = tokens + slot.to(tl.int64) * stride + position
+        if WIDTH > 1:
+            right = live & (tl.load(at) == id)
+        tl.store(at, tl.maximum(id, 0), mask=live)
+        tl.store(next + slot, position, mask=live)
+        accepted += live.to(tl.int32)
+    if WIDTH > 1:
+        tl.store(place + nobody * WIDTH + row, accepted)
     if row == 0:
-        tl.store(ring + at * ring_stride + ring_stride - 1, tl.load(fault))
-    if slot != nobody:
-        position = tl.load(positions + row)
-        tl.store(tokens + slot.to(tl.int64) * stride + position, tl.maximum(id, 0))
-        tl.store(next + slot, position)
+        tl.store(place + ring_stride - 1, tl.load(fault))

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
-"""Sums over the ranks' symmetric memory, joined with what follows them, and the meeting of ranks that they need.
+"""Sums over the ranks' symmetric memory, joined with what follows them, and the barrier of ranks that they need.
 
-Each program of a kernel meets the program of the same index on every other rank: it writes its count of meetings into their
-flags and waits until theirs have reached it. What the kernels before wrote is then visible, since a rank's kernels run one by
-one. The data buffers alternate, so that no second meeting is needed after reading: who has passed meeting n knows that all
-have left n - 1. A wait is bounded; past its bound it writes the fault word and every later wait passes at once, so peers of a
-dead rank end.
+Each program of a kernel waits for the program of the same index on every other rank: it writes its count of barriers into
+their flags and waits until theirs have reached it. What the kernels before wrote is then visible, since a rank's kernels run
+one by one. The data buffers alternate, so that no second barrier is needed after reading: a rank that has passed barrier n
+knows that all have left n - 1. A wait is bounded; past its bound it writes the fault word and every later wait passes at
+once, so peers of a dead rank end.
 """
 
 from slipstream.ops.cuda.launch import jit, tl
@@ -19,7 +19,7 @@ def _now():
 
 
 @jit
-def _tell(address, value, ORDER: tl.constexpr):
+def _write_flag(address, value, ORDER: tl.constexpr):
     """Writes a flag by one thread. ORDER: "relaxed", or "release": its reader then sees all that this program wrote before."""
     tl.inline_asm_elementwise(
         """{
@@ -33,7 +33,7 @@ def _tell(address, value, ORDER: tl.constexpr):
 
 
 @jit
-def _look(address):
+def _read_flag(address):
     return tl.inline_asm_elementwise(
         "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -43,9 +43,9 @@ def _look(address):
 def barrier(
     flags, counts, fault, rank, bound, index, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, RELEASE: tl.constexpr
 ):  # fmt: skip
-    """Meets the program `index` of all ranks. flags int64 [WORLD]: addresses of the ranks' flags int32 [WORLD, PROGRAMS].
+    """Waits for the program `index` of all ranks. flags int64 [WORLD]: addresses of the ranks' flags int32 [WORLD, PROGRAMS].
 
-    counts int32 [PROGRAMS] are this rank's meetings so far; `bound` nanoseconds are waited at most, none once `fault` is set.
+    counts int32 [PROGRAMS] are this rank's barriers so far; `bound` nanoseconds are waited at most, none once `fault` is set.
     What earlier kernels wrote is complete when this one runs; RELEASE is for what this program itself has written.
     """
     count = tl.load(counts + index) + 1
@@ -55,15 +55,15 @@ def barrier(
     for r in tl.static_range(WORLD):
         if r != rank:
             theirs = tl.load(flags + r) + (rank * PROGRAMS + index) * 4
-            _tell(theirs, count, "release" if RELEASE else "relaxed")
+            _write_flag(theirs, count, "release" if RELEASE else "relaxed")
     tl.store(counts + index, count)
     start = _now()
     for r in tl.static_range(WORLD):
         if r != rank:
             here = own + (r * PROGRAMS + index) * 4
-            seen = _look(here)
+            seen = _read_flag(here)
             while (seen - count < 0) & (broken == 0):
-                seen = _look(here)
+                seen = _read_flag(here)
                 if _now() - start > bound:
                     broken = 1
                     tl.store(fault, 1)
@@ -104,5 +104,5 @@ def sum_add_norm_kernel(
 
 @jit(do_not_specialize=["rank"])
 def barrier_kernel(flags, counts, fault, rank, bound, WORLD: tl.constexpr, PROGRAMS: tl.constexpr):
-    """A meeting and nothing else."""
+    """A barrier and nothing else."""
     barrier(flags, counts, fault, rank, bound, tl.program_id(0), WORLD, PROGRAMS, True)

@@ -1,7 +1,7 @@
 """Memory that every rank of a group can read and write directly, cut into the regions that sums and sampling use.
 
-One allocation through PyTorch's symmetric memory; the ranks meet once, through a file that the parent names (no port, so two
-servers never collide). NVLink multicast stays off: it needs rights that shared hosts do not give.
+One allocation through PyTorch's symmetric memory; the ranks find each other once, through a file that the parent names (no
+port, so two servers never collide). NVLink multicast stays off: it needs rights that shared hosts do not give.
 """
 
 import os
@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-PROGRAMS = 1024  # programs of one kernel that can meet their peers
+PROGRAMS = 1024  # programs of one kernel that can wait for their peers
 BUFFERS = 3  # two that a model's sums take in turn, one for the embedding's (an odd count of sums a step would break the turns)
 FAULT_NS = 20_000_000_000  # a wait inside a kernel ends after 20 s, below --step-timeout's default
 
@@ -36,14 +36,14 @@ class Symmetric:
         self.fault = torch.zeros(1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
-    def connect(self, meeting: str, timeout: float) -> None:
-        """Joins the group through the file `meeting`; raises when a rank is missing after `timeout` seconds."""
+    def connect(self, file: str, timeout: float) -> None:
+        """Joins the group through a file that all ranks name; raises when a rank is missing after `timeout` seconds."""
         import torch.distributed as dist
         from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = FileStore(meeting, self.size)
+        store = FileStore(file, self.size)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout))
 
     def allocate(self, rows: int, width: int, dtype: torch.dtype, samples: int, vocab_part: int) -> None:
@@ -82,6 +82,10 @@ class Symmetric:
         self.peer_logits = [
             handle.get_buffer(r, (samples, vocab_part), torch.float32, at_logits // 4) for r in range(self.size)
         ]  # fmt: skip
+
+    def region_of(self, partial: Tensor) -> Region:
+        """The buffer of sums in which a tensor lies, from its beginning on."""
+        return next(one for one in self.sums if one.local.data_ptr() == partial.data_ptr())
 
     def close(self) -> None:
         import torch.distributed as dist

@@ -64,7 +64,7 @@ def test_a_rank_may_hold_no_heads():
     with Group(tiny_llama(num_attention_heads=2, num_key_value_heads=1)) as one:
         expected = one.generate(PROMPTS[:2], 5)[0]
     with Group(tiny_llama(num_attention_heads=2, num_key_value_heads=1), 3) as many:
-        assert [r.model.cache.heads for r in many.ranks] == [1, 1, 0]
+        assert [r.model.caches[0].heads for r in many.ranks] == [1, 1, 0]
         assert many.generate(PROMPTS[:2], 5)[0] == expected
 
 
@@ -113,34 +113,34 @@ def test_prompt_logprobs_are_the_same_in_chunks_and_of_the_raw_logits(group):
 
 def test_a_finished_rows_late_steps_are_harmless(group, reference):
     """Rows that run beyond an end, and pages handed to a next owner in a later step, leave that owner's answer alone."""
-    group.admit(0, request(0, PROMPTS[0], 8))
+    group.init_slot(0, request(0, PROMPTS[0], 8))
     group.launch([(0, 0, 5, True)], group.pages([0]))
     group.launch([(0, 5, 1, True)])
-    group.admit(0, request(1, PROMPTS[2], 8))
+    group.init_slot(0, request(1, PROMPTS[2], 8))
     group.launch([(0, 0, 37, True)], group.pages([0]))
     tokens = [group.outcome().tokens.tolist() for _ in range(3)]
-    assert tokens == [[reference[0][0]], [reference[0][1]], [reference[2][0]]]
+    assert tokens == [[[reference[0][0]]], [[reference[0][1]]], [[reference[2][0]]]]
 
 
 def test_masks_bind_discarded_rows_sample_nothing_and_dead_ends_are_values_of_their_rows(group):
     executor = group.ranks[0]
     for slot in (0, 1, 2):
-        group.admit(slot, request(slot, PROMPTS[slot], 4))
+        group.init_slot(slot, request(slot, PROMPTS[slot], 4))
     group.seq += 1
     entries = [(s, 0, len(PROMPTS[s]), True) for s in (0, 1, 2)]
     executor.launch_forward(rows(group.seq, entries, group.pages([0, 1, 2])))
-    only = np.zeros(10, np.uint32)
-    only[3] = 1 << 5
-    executor.launch_sample(group.seq, {0: only, 1: np.zeros(10, np.uint32)}, frozenset([2]))
+    only = np.zeros((1, 10), np.uint32)
+    only[0, 3] = 1 << 5
+    executor.launch_sample(group.seq, {0: only, 1: np.zeros((1, 10), np.uint32)}, frozenset([2]))
     outcome = group.outcome()
-    assert outcome.tokens.tolist() == [101, -1, -1]
+    assert outcome.tokens.tolist() == [[101], [-1], [-1]]
     assert list(outcome.errors) == [1]
 
 
 def test_a_raise_in_a_step_is_reported_with_its_trace_after_the_outcomes_before_it():
     with Group(tiny_llama()) as g:
         executor = g.ranks[0]
-        g.admit(0, request(0, PROMPTS[0], 4))
+        g.init_slot(0, request(0, PROMPTS[0], 4))
         g.launch([(0, 0, 5, True)], g.pages([0]))
         g.launch([(0, 10**6, 1, True)])
         assert wait_one(executor).seq == 1
@@ -157,8 +157,9 @@ def test_capacity_is_what_was_asked_for_and_a_length_beyond_the_model_is_refused
     for fields in ({"kv_cache_memory_bytes": 1 << 20}, {}):
         made.append(CpuExecutor(checkpoint, EngineConfig(dtype="float32", max_num_seqs=3, **fields), Shard(), Solo()))
     page = 2 * 16 * 2 * 2 * 16 * 4  # layers, block, keys and values, heads, head_dim, bytes
-    assert made[0].capacity().pages == (1 << 20) // page
-    assert made[1].capacity().pages == 3 * 512 // 16 and made[1].capacity().max_len == 512
+    assert made[0].capacity().limits.tables[0].pages == (1 << 20) // page
+    limits = made[1].capacity().limits
+    assert limits.tables[0].pages == 3 * 512 // 16 and limits.max_len == 512 and limits.width == 1
     with pytest.raises(ConfigError, match="--max-model-len 513"):
         CpuExecutor(checkpoint, EngineConfig(dtype="float32", max_model_len=513), Shard(), Solo())
     for given, why in ((10, f"needs {page} bytes; 10 were given"), (1 << 50, "are more than the [0-9]+ that are free")):

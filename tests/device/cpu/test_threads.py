@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.device.cpu.threads import HOLD, HOLD_MOST, Crew, free_seconds
+from slipstream.device.cpu.threads import HOLD_S, MOST_HOLD_S, Crew, free_seconds
 
 
 class Machine:
@@ -62,13 +62,13 @@ def test_one_thread_is_left_where_others_take_the_cores_until_there_is_room_for_
     crew = crew_of(machine, most=3)
     loses_cores(crew, machine)
     assert crew.count == 1 == torch.get_num_threads()
-    machine.passes(HOLD, 1.0)
+    machine.passes(HOLD_S, 1.0)
     crew.look(machine.now)
     assert crew.count == 1, "one idle core is not enough for two more threads"
-    machine.passes(HOLD / 2, 2.0)
+    machine.passes(HOLD_S / 2, 2.0)
     crew.look(machine.now)
     assert crew.count == 1, "it has not been idle for long enough"
-    machine.passes(HOLD / 2, 2.0)
+    machine.passes(HOLD_S / 2, 2.0)
     crew.look(machine.now)
     assert crew.count == 3 == torch.get_num_threads()
 
@@ -85,11 +85,11 @@ def test_threads_that_lose_their_cores_again_and_again_are_tried_less_often(mach
             crew.look(machine.now)
         waits.append(machine.now - since)
         machine.passes(0.4, 1.0)
-    assert waits[0] == pytest.approx(HOLD, abs=0.11) and waits[-1] == pytest.approx(HOLD_MOST, abs=0.11)
+    assert waits[0] == pytest.approx(HOLD_S, abs=0.11) and waits[-1] == pytest.approx(MOST_HOLD_S, abs=0.11)
     assert waits == sorted(waits)
-    machine.passes(HOLD_MOST + 1, 1.0)
+    machine.passes(MOST_HOLD_S + 1, 1.0)
     loses_cores(crew, machine)
-    machine.passes(HOLD, 1.0)
+    machine.passes(HOLD_S, 1.0)
     crew.look(machine.now)
     assert crew.count == 2, "after a long good time the wait is short again"
 

@@ -62,18 +62,17 @@ def test_ff19_no_kernel_is_tuned_by_local_timing():
 
 
 def test_ff23_padding_rows_name_nobody():
-    """Nobody's block table is all zeros, so what padding rows write goes to page 0, which is given to no request."""
+    """Nobody's page table is all zeros, so what padding rows write goes to page 0, which is given to no request."""
     pytest.importorskip("triton", reason="the tables' module launches kernels")
     from slipstream.device.cuda.tables import Layout, StepInputs
     from slipstream.ops.cuda.prompt_blocks import Cutter
 
-    layout = Layout(tokens=256, rows=8, parts=80)
-    inputs = StepInputs(layout, Cutter(4, 132), torch.device("cpu"))
+    layout = Layout(tokens=256, judged=8, parts=80)
+    inputs = StepInputs(layout, Cutter(4, 132), 1, torch.device("cpu"))
     host = torch.full((layout.size,), 7, dtype=torch.int32)
     buffers = types.SimpleNamespace(inputs=host, inputs_view=host.numpy())
     column = lambda *values: np.array(values, np.int32)
-    samples = np.array([True, True, False])
-    batch = Batch(0, column(3, 1, 2), column(9, 30, 0), column(1, 1, 150), samples, 2, np.zeros((0, 3), np.int32))
+    batch = Batch(0, column(3, 1, 2), column(9, 30, 0), column(1, 1, 150), column(1, 1, 0), 1, 2, np.zeros((0, 4), np.int32))
     inputs.upload_step(batch, 160, 8, buffers)
     assert inputs.slots[:160].tolist() == [3, 1] + [2] * 150 + [8] * 8
     assert inputs.positions[:160].tolist() == [9, 30, *range(150), *[0] * 8]
@@ -81,3 +80,46 @@ def test_ff23_padding_rows_name_nobody():
     assert inputs.sample_position[:2].tolist() == [10, 31]
     assert inputs.parts[:18].tolist() == [2, 128, 130, 22, 0, 2, 1, 0, 0, 2, 0, 2, 128, 0, 1, 1, 0, 0]
     assert inputs.counts[:3].tolist() == [2, 2, 0]
+
+
+def test_a_row_has_a_place_for_each_token_that_it_may_give():
+    """At width 3, a row that verifies two drafts takes all of its places, one that samples once takes the first."""
+    pytest.importorskip("triton", reason="the tables' module launches kernels")
+    from slipstream.device.cuda.tables import Layout, StepInputs
+    from slipstream.ops.cuda.prompt_blocks import Cutter
+
+    layout = Layout(tokens=64, judged=12, parts=80)
+    inputs = StepInputs(layout, Cutter(4, 132), 3, torch.device("cpu"))
+    host = torch.full((layout.size,), 7, dtype=torch.int32)
+    buffers = types.SimpleNamespace(inputs=host, inputs_view=host.numpy())
+    column = lambda *values: np.array(values, np.int32)
+    batch = Batch(
+        0, column(2, 0, 1, 3), column(9, 30, 0, 5), column(3, 1, 4, 8), column(3, 1, 1, 0), 3, 2, np.zeros((0, 4), np.int32)
+    )
+    inputs.upload_step(batch, 20, 4, buffers)
+    assert inputs.slots[:20].tolist() == [2] * 3 + [0] + [1] * 4 + [3] * 8 + [4] * 4
+    assert inputs.sample_slot.tolist() == [2, 2, 2, 0, 4, 4, 1, 4, 4, 4, 4, 4]
+    assert inputs.sample_token[[0, 1, 2, 3, 6]].tolist() == [0, 1, 2, 3, 7]
+    assert inputs.sample_position[[0, 1, 2, 3, 6]].tolist() == [10, 11, 12, 31, 4]
+    assert inputs.counts[0] == 4, "tokens of decode rows"
+    inputs.upload_slots(column(3, 1), 4, 4, buffers)
+    assert inputs.row_slots.tolist() == [3, 1, 4, 4] and inputs.slots[:20].tolist()[:3] == [2] * 3
+
+
+def test_what_the_attention_kernels_lack_is_refused_by_name():
+    pytest.importorskip("triton", reason="the operations' module launches kernels")
+    from slipstream.errors import ModelError
+    from slipstream.log.caches import Paged, Window
+    from slipstream.ops.cuda.ops import check_attention
+    from slipstream.ops.interface import Attention
+    from slipstream.shard import Heads
+
+    spec = lambda q, kv, dim: Attention(0, 0, Heads(0, q, 0, kv), dim, 1.0, torch.zeros(0))
+    check_attention(spec(16, 1, 256), Paged(1, 256))
+    for refused, layout, why in (
+        (spec(8, 2, 64), Window(2, 64, 512), "window of 512 tokens.*--device cpu"),
+        (spec(8, 2, 288), Paged(2, 288), "head_dim 288"),
+        (spec(17, 1, 64), Paged(1, 64), "17 query heads"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            check_attention(refused, layout)

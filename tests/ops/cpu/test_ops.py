@@ -5,7 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.cpu.ops import PlainOps, _nearest
+from slipstream.ops.interface import JudgedRows
+from slipstream.weights.packed import dense
 
+STEP = JudgedRows(torch.zeros(0, dtype=torch.int64))  # these operations need nothing of it
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
 
@@ -23,14 +26,14 @@ def close(ops, a, b):
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_linear_layers_with_and_without_bias(ops, rows):
     w, b, x = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((40, 32), (40,), (rows, 32)))
-    assert close(ops, ops.linear(x, ops.weight(w)), F.linear(x.float(), w.float()))
-    assert close(ops, ops.linear(x, ops.weight(w, b)), F.linear(x.float(), w.float(), b.float()))
+    assert close(ops, ops.linear(x, ops.weight([dense(w)]), STEP), F.linear(x.float(), w.float()))
+    assert close(ops, ops.linear(x, ops.weight([dense(w)], b), STEP), F.linear(x.float(), w.float(), b.float()))
 
 
 def test_the_gate_is_silu_of_the_first_part(ops):
     gate, up, x = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((24, 32), (24, 32), (3, 32)))
     expected = F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float())
-    assert close(ops, ops.swiglu(x, ops.gated_weight(gate, up)), expected)
+    assert close(ops, ops.swiglu(x, ops.weight([dense(gate), dense(up)]), STEP), expected)
 
 
 def test_a_norm_is_rms_norm_with_its_epsilon(ops):
@@ -38,22 +41,23 @@ def test_a_norm_is_rms_norm_with_its_epsilon(ops):
     for scale in (1.0, 1e-3):
         x = torch.randn(4, 32, dtype=ops.dtype) * scale
         expected = F.rms_norm(x.float(), (32,), w.float(), 1e-5)
-        assert close(ops, ops.norm(x, ops.norm_weight(w, 1e-5)), expected)
+        assert close(ops, ops.norm(x, ops.norm_weight(w, 1e-5), STEP), expected)
     zero = torch.zeros(1, 32, dtype=ops.dtype)
-    assert not ops.norm(zero, ops.norm_weight(w, 1e-5)).any()
+    assert not ops.norm(zero, ops.norm_weight(w, 1e-5), STEP).any()
 
 
 def test_a_block_ends_with_the_residual_sum_and_its_norm(ops):
     w, x, r, n = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((32, 16), (3, 16), (3, 32), (32,)))
     expected = r.float() + F.linear(x.float(), w.float())
-    total, normed = ops.add_norm(x, ops.weight(w), r.clone(), ops.norm_weight(n, 1e-5))
+    partial = ops.partial(x, ops.weight([dense(w)]), STEP)
+    total, normed = ops.reduce_add_norm(partial, r.clone(), ops.norm_weight(n, 1e-5), STEP)
     assert close(ops, total, expected)
     assert close(ops, normed, F.rms_norm(expected, (32,), n.float(), 1e-5))
 
 
 def test_weights_are_counted():
     ops = PlainOps(torch.float32)
-    ops.weight(torch.zeros(10, 20), torch.zeros(10))
+    ops.weight([dense(torch.zeros(4, 20)), dense(torch.zeros(6, 20))], torch.zeros(10))
     ops.norm_weight(torch.zeros(20), 1e-5)
     ops.tensor(torch.zeros(3))
     assert ops.weight_bytes == 4 * (200 + 10 + 20 + 3)
@@ -65,11 +69,11 @@ def test_close_candidates_do_not_tie_for_bfloat16():
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     weight[7, :2] = torch.tensor([20.0, 0.0])
     weight[9, :2] = torch.tensor([20.0, 0.046875])  # 20.046875 is rounded to 20 in bfloat16
-    head = ops.weight(ops.tensor(weight))
+    head = ops.weight([dense(ops.tensor(weight))])
     hidden = torch.zeros(3, 64, dtype=torch.bfloat16)
     hidden[:, :2] = 1.0
     for rows in (1, 3):
-        logits = ops.logits(hidden[:rows], head)
+        logits = ops.logits(hidden[:rows], head, STEP)
         assert logits.argmax(1).tolist() == [9] * rows
         assert torch.allclose(logits[:, [7, 9]], torch.tensor([20.0, 20.046875]))
 

@@ -11,28 +11,28 @@ from slipstream.shard import Heads
 BLOCK, KEYS, SHARE, DIM = 4, 2, 3, 8
 
 
-def attend(rows: list[tuple[int, int]], dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, stored=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of (start, count), one a slot, over a random past: what paged attention gives, and what a loop gives."""
     rng = np.random.default_rng(0)
     columns = max(-(-(s + n) // BLOCK) for s, n in rows)
     table = (1 + rng.permutation(columns * len(rows))).astype(np.int32).reshape(len(rows), columns)
-    cache = torch.full((1 + table.size, BLOCK, 2 * KEYS, DIM), 1e4, dtype=dtype)  # stale values must not be seen
+    cache = torch.full((1 + table.size, BLOCK, 2 * KEYS, DIM), 1e4, dtype=stored or dtype)  # stale values must not be seen
     cache[0] = 0
     known = [torch.from_numpy(rng.standard_normal((s + n, 2 * KEYS, DIM))).to(dtype) for s, n in rows]
     for slot, (start, _) in enumerate(rows):
-        for p in range(start):
+        for p in range(max(0, start - window + 1) if window else 0, start):
             cache[table[slot, p // BLOCK], p % BLOCK] = known[slot][p]
     starts, counts = (np.array(c) for c in zip(*rows, strict=True))
     q = torch.from_numpy(rng.standard_normal((int(counts.sum()), KEYS * SHARE, DIM))).to(dtype)
     fresh = torch.cat([known[i][s : s + n] for i, (s, n) in enumerate(rows)])
     ids = np.zeros(int(counts.sum()), np.int32)
-    step = build_step(ids, np.arange(len(rows)), starts, counts, table, [cache], dtype, BLOCK)
-    spec = Attention(0, Heads(0, KEYS * SHARE, 0, KEYS), DIM, DIM**-0.5, torch.zeros(1))
+    step = build_step(ids, np.arange(len(rows)), starts, counts, table[None], (window,), [(cache,)], dtype, BLOCK)
+    spec = Attention(0, 0, Heads(0, KEYS * SHARE, 0, KEYS), DIM, DIM**-0.5, torch.zeros(1))
     got = paged_attention(torch.cat([q, fresh], 1), spec, step)
     out, at = [], 0
     for slot, (start, count) in enumerate(rows):
         for i in range(count):
-            kv = known[slot][: start + i + 1]
+            kv = known[slot][max(0, start + i + 1 - window) if window else 0 : start + i + 1]
             for h in range(KEYS * SHARE):
                 k, v = kv[:, h // SHARE], kv[:, KEYS + h // SHARE]
                 out.append((k @ q[at + i, h] * DIM**-0.5).softmax(0) @ v)
@@ -40,20 +40,36 @@ def attend(rows: list[tuple[int, int]], dtype=torch.float64) -> tuple[torch.Tens
     return got, torch.stack(out).view(len(ids), -1)
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [(0, 1)],
-        [(9, 1), (3, 1), (0, 1)],
-        [(0, 13)],
-        [(7, 6)],
-        [(5, 1), (90, 1), (8, 1)],
-        [(5, 1), (8, 5), (0, 9), (0, 1), (16, 4)],
-        [(200, 1), (3, 1), (20, 2), (61, 1)],
-    ],
-)
+ROWS = [
+    [(0, 1)],
+    [(9, 1), (3, 1), (0, 1)],
+    [(0, 13)],
+    [(7, 6)],
+    [(5, 1), (90, 1), (8, 1)],
+    [(5, 1), (8, 5), (0, 9), (0, 1), (16, 4)],
+    [(200, 1), (3, 1), (20, 2), (61, 1)],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_rows_see_exactly_their_own_past(rows):
     got, expected = attend(rows)
     assert torch.allclose(got, expected, atol=1e-6)
     got, expected = attend(rows, torch.float32)
     assert torch.allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 9, 70])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_of_a_window_see_its_latest_tokens_and_no_more(rows, window: int):
+    """What lies before the window is never written here, as where its pages were given back."""
+    got, expected = attend(rows, window=window)
+    assert torch.allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("rows", ROWS)
+def test_keys_and_values_may_be_kept_in_fewer_bits_than_the_activations(rows, window: int):
+    got, expected = attend(rows, torch.float32, window, stored=torch.bfloat16)
+    assert torch.allclose(got, expected, atol=5e-2)
+    assert not torch.equal(got, attend(rows, torch.float32, window)[0])
