@@ -23,7 +23,7 @@ help:
 	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
 	@echo "make test     run the whole test suite"
 	@echo "make matrix   every setting of the equality matrix, and prompts of thousands of tokens (about 10 minutes)"
-	@echo "make verify   explore the scheduling protocol and its rivals exhaustively, then simulate 1000 groups with faults"
+	@echo "make verify   explore the scheduling protocol and its rivals exhaustively, find planted bugs, then simulate 1000 groups with faults"
 	@echo "make install  make .venv and install Slipstream into it"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
@@ -64,6 +64,7 @@ bench-host: install
 
 verify: install
 	$(VENV)/bin/slipstream verify $(ARGS)
+	$(VENV)/bin/slipstream verify --mutants
 	$(VENV)/bin/slipstream verify --simulate --seeds 0..999 --jobs 2
 
 lint: dev

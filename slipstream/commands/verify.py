@@ -1,4 +1,4 @@
-"""`slipstream verify`: explores the machine of a rank exhaustively, or runs whole groups under virtual time from seeds."""
+"""`slipstream verify`: explores the machine of a rank exhaustively, plants bugs in it, or simulates whole groups."""
 
 import argparse
 import re
@@ -14,7 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="simulate this one seed")
     parser.add_argument("--trace", action="store_true", help="with --seed: print all that happens")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes to simulate with")
-    parser.add_argument("--reduced", action="store_true", help="explore the smaller bounds, in under two minutes")
+    parser.add_argument("--mutants", action="store_true", help="plant bugs in the machine, one at a time; each must be found")
+    parser.add_argument(
+        "--reduced", action="store_true", help="explore the smaller bounds; with --mutants only the case that should find each"
+    )
     parser.add_argument("--protocol", metavar="NAME", help="explore this protocol only")
 
 
@@ -23,6 +26,10 @@ def run(args: argparse.Namespace) -> int:
         return _one(args.seed, args.trace)
     if args.simulate:
         return _simulate(*_range(args.seeds), args.jobs)
+    if args.mutants:
+        from slipstream.verify.check.mutants import check_mutants
+
+        return check_mutants(args.reduced)
     from slipstream.verify.check.report import check
 
     return check(reduced=args.reduced, only=args.protocol)

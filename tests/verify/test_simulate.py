@@ -5,9 +5,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from slipstream.log.caches import Limits
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request, SamplingParams
-from slipstream.log.state import Ended, Limits
+from slipstream.log.state import Ended
 from slipstream.schedule.admission import Admission
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Plan, Planner
@@ -120,10 +121,10 @@ class FreesEarly(Replica):
     def settle(self, outcome):
         settled = super().settle(outcome)
         for ended in settled.ended:
-            for column in range(int(self.held[ended.slot])):
-                page = int(self.page_table[ended.slot, column])
-                if self.pages.refs[page] == 1 and page not in self.pages.keys:
-                    self.pages.free.append(page)
+            table = self.cache.tables[0]
+            for page in table.rows[ended.slot, : self.held[ended.slot]].tolist():
+                if table.pages.refs[page] == 1 and page not in table.pages.keys:
+                    table.pages.free.append(page)
         return settled
 
 
@@ -148,12 +149,9 @@ def test_ff01_ff13_a_drop_that_one_rank_skips_is_caught():
 class PublishesAtOnce(Replica):
     """Makes a prompt's pages findable when it is admitted, before any step has computed them."""
 
-    def admit(self, slot, request, keys, matcher=None):
-        cached = super().admit(slot, request, keys, matcher)
-        for column in range(min(len(keys), int(self.held[slot]))):
-            page = int(self.page_table[slot, column])
-            if page not in self.pages.keys:
-                self.pages.publish(page, keys[column])
+    def _admit(self, slot, id):
+        cached = super()._admit(slot, id)
+        self.publish(slot, range(len(self.keys[slot])))
         return cached
 
 
@@ -175,8 +173,8 @@ def test_ff04_rows_in_another_order_on_one_rank_are_caught():
             super().__init__(limits)
             self.turned = next(ranks) % 2 == 1  # as a set's order might differ between two processes
 
-        def _move_on(self, slots, samples, decodes):
-            super()._move_on(slots, samples, decodes)
+        def _move_on(self, slots, sampled, decodes):
+            super()._move_on(slots, sampled, decodes)
             if self.turned:
                 self.decoding = self.decoding[::-1].copy()
 
@@ -190,7 +188,7 @@ def test_ff03_free_pages_that_differ_between_ranks_are_caught():
         def __init__(self, limits: Limits):
             super().__init__(limits)
             if next(ranks) % 2:
-                self.pages.free.pop()
+                self.cache.tables[0].pages.free.pop()
 
     assert "differ" in first_violation(lambda s: s.size == 2 and not s.faults, make_replica=Loses)
 
@@ -198,11 +196,12 @@ def test_ff03_free_pages_that_differ_between_ranks_are_caught():
 class FreesTwice(Replica):
     """An abort of a request in flight gives its last page back twice."""
 
-    def drop(self, slot, id, kept=-1):
-        page = int(self.page_table[slot, max(int(self.held[slot]) - 1, 0)])
-        found = super().drop(slot, id, kept)
-        if found and page in self.pages.free:
-            self.pages.free.append(page)
+    def _drop(self, slot, id, kept):
+        table = self.cache.tables[0]
+        page = int(table.rows[slot, max(int(self.held[slot]) - 1, 0)])
+        found = super()._drop(slot, id, kept)
+        if found and page in table.pages.free:
+            table.pages.free.append(page)
         return found
 
 
@@ -213,10 +212,10 @@ def test_ff33_a_double_free_is_caught():
 class KeepsPages(Replica):
     """A preempted request that is dropped loses a page for ever."""
 
-    def drop(self, slot, id, kept=-1):
-        found = super().drop(slot, id, kept)
-        if found and kept >= 0 and self.pages.free:
-            self.pages.free.pop()
+    def _drop(self, slot, id, kept):
+        found, pages = super()._drop(slot, id, kept), self.cache.tables[0].pages
+        if found and kept >= 0 and pages.free:
+            pages.free.pop()
         return found
 
 
@@ -228,7 +227,7 @@ class SharesAdmissions(Admission):
     """Counts a shared prefix's free pages for every request that waits, and keeps no room to decode."""
 
     def fits(self, request, known, keys):
-        pages, page_size = self.replica.pages, self.replica.limits.page_size
+        pages, page_size = self.replica.cache.tables[0].pages, self.replica.limits.page_size
         return -(-known // page_size) - len(pages.find(keys)) <= pages.available
 
 

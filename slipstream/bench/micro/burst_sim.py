@@ -5,6 +5,7 @@ own processor time counts, so a busy machine does not spoil the figures. The wor
 """
 
 import argparse
+import dataclasses
 import heapq
 import itertools
 import pathlib
@@ -16,12 +17,12 @@ import numpy as np
 
 from slipstream.bench.load import workloads
 from slipstream.bench.micro.host import request
-from slipstream.device.sim import SimTokens
-from slipstream.log.batch import Batch, Outcome
+from slipstream.bench.micro.solo import Solo
+from slipstream.log.batch import Batch
+from slipstream.log.caches import one_table
 from slipstream.log.replica import Replica
-from slipstream.log.state import Limits
 from slipstream.process.protocol import Tokens
-from slipstream.rank.events import Arrived, Effect, Event, InitSlot, Launch, SendToFront, Submitted, Tick, Wake
+from slipstream.rank.events import Arrived, Event, SendToFront, Submitted, Tick, Wake
 from slipstream.rank.leader import Leader
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
@@ -38,19 +39,24 @@ class Done(NamedTuple):
     chunks: list[tuple[int, int]]  # (request id, tokens)
 
 
-class VirtualRun:
+class VirtualRun(Solo):
     """One leader with a simulated device."""
 
     def __init__(self, target: float, step: float, token: float, cap: int = 2048, asynchronous: bool = True):
-        replica = Replica(Limits(pages=65_536, slots=SLOTS, max_len=40_960))
-        self.leader = Leader(replica, Planner(replica, Budget(cap, target), 4096), 1, asynchronous)
+        replica = Replica(one_table(pages=65_536, slots=SLOTS, max_len=40_960))
+        super().__init__(Leader(replica, Planner(replica, Budget(cap, target), 4096), 1, asynchronous), 32_000)
         self.step, self.token = step, token
         self.steps: list[Done] = []
         self.heard: dict[int, list[float]] = {}  # request id -> when its tokens were sent
-        self._tokens = SimTokens(SLOTS, 32_000)
         self._events: list[tuple[float, int, Event]] = []
         self._order = itertools.count()
         self._device_free = 0.0
+        self._began = (0.0, 0.0)  # the virtual time of the event in hand, and the processor's when it began
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds: the leader's own processor time counts."""
+        return self._began[0] + time.thread_time() - self._began[1]
 
     def add(self, at: float, event: Event) -> None:
         heapq.heappush(self._events, (at, next(self._order), event))
@@ -60,33 +66,25 @@ class VirtualRun:
         free = 0.0  # when the leader has done what it does
         while self._events and self._events[0][0] < until:
             at, _, event = heapq.heappop(self._events)
-            free = self._perform(max(at, free), event)
+            self._began = (max(at, free), time.thread_time())
+            self.perform(self.leader.on(event, self._began[0]))
+            free = self.now
 
-    def _perform(self, now: float, event: Event) -> float:
-        begin = time.thread_time()
-        for effect in self.leader.on(event, now):
-            self._carry_out(effect, now + time.thread_time() - begin)
-        return now + time.thread_time() - begin
+    def wake(self, effect: Wake) -> None:
+        self.add(effect.at, Tick())
 
-    def _carry_out(self, effect: Effect, now: float) -> None:
-        if isinstance(effect, Launch):
-            self._launch(effect.batch, now)
-        elif isinstance(effect, InitSlot):
-            self._tokens.admit(effect.slot, effect.request)
-        elif isinstance(effect, Wake):
-            self.add(effect.at, Tick())
-        elif isinstance(effect, SendToFront) and isinstance(effect.message, Tokens):
+    def send_to_front(self, effect: SendToFront) -> None:
+        if isinstance(effect.message, Tokens):
             for id in np.frombuffer(effect.message.ids, "<i8").tolist():
-                self.heard.setdefault(id, []).append(now)
+                self.heard.setdefault(id, []).append(self.now)
 
-    def _launch(self, batch: Batch, now: float) -> None:
-        start = max(now, self._device_free)
+    def launch(self, batch: Batch) -> None:
+        start = max(self.now, self._device_free)
         end = self._device_free = start + self.step + self.token * batch.tokens
         ids = self.leader.replica.ids[batch.slots[batch.decodes :]].tolist()
         counts = batch.counts[batch.decodes :].tolist()
         self.steps.append(Done(start, end, batch.decodes, list(zip(ids, counts, strict=True))))
-        outcome = self._tokens.sample(batch)
-        self.add(end, Arrived(Outcome(outcome.seq, outcome.tokens, seconds=end - start)))
+        self.add(end, Arrived(dataclasses.replace(self.tokens.sample(batch), seconds=end - start)))
 
 
 def burst(run: VirtualRun, streams: int, prompts: int, seed: int, delay: float = 2.0) -> dict[str, float]:

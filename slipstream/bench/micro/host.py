@@ -19,17 +19,18 @@ import time
 import msgspec
 import numpy as np
 
+from slipstream.bench.micro.solo import Solo
 from slipstream.config import EngineConfig
-from slipstream.device.sim import SimTokens
+from slipstream.log.batch import Batch, Outcome
+from slipstream.log.caches import one_table
 from slipstream.log.entries import Entry
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request, SamplingParams
-from slipstream.log.state import Limits
 from slipstream.process.board import PHASES, Board
 from slipstream.process.group import Spec
 from slipstream.process.protocol import Attach, Finished, Submit, ToFront
 from slipstream.process.supervisor import Supervisor
-from slipstream.rank.events import Arrived, InitSlot, Launch, Send, SendToFront, Span, Submitted
+from slipstream.rank.events import Arrived, Event, Send, SendToFront, Span, Submitted
 from slipstream.rank.leader import Leader
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
@@ -45,50 +46,55 @@ def request(id: int, prompt_len: int, max_tokens: int) -> Request:
     return Request(id, prompt, max_tokens, SamplingParams(temperature=0.0, stop_ids=(2,)))
 
 
+class TimedLeader(Solo):
+    """Sums the host's time by phase and notes the size of each entry; drawing tokens is the device's and does not count."""
+
+    def __init__(self, leader: Leader):
+        super().__init__(leader, 30_000)
+        self.encode = msgspec.msgpack.Encoder().encode
+        self.spent = dict.fromkeys(PHASES_SHOWN, 0.0)
+        self.outcomes: list[Outcome] = []
+        self.sizes: list[int] = []
+        self.counting = False
+        self._since = 0.0
+
+    def on(self, event: Event, now: float) -> None:
+        self._since = time.perf_counter()
+        self.perform(self.leader.on(event, now))
+
+    def span(self, effect: Span) -> None:
+        now = time.perf_counter()
+        if self.counting:
+            self.spent[effect.phase] += now - self._since
+        self._since = now
+
+    def send(self, effect: Send) -> None:
+        size = len(self.encode(effect.message))
+        if self.counting and isinstance(effect.message, Entry):
+            self.sizes.append(size)
+
+    def send_to_front(self, effect: SendToFront) -> None:
+        self.encode(effect.message)
+
+    def launch(self, batch: Batch) -> None:
+        pause = time.perf_counter()
+        self.outcomes.append(self.tokens.sample(batch))
+        self._since += time.perf_counter() - pause
+
+
 def machine_cost(waiting: int, steps: int = 2000) -> dict[str, float]:
     """Microseconds per step by phase, and bytes per entry, of a leader with ROWS decoding rows and `waiting` requests."""
-    replica = Replica(Limits(pages=ROWS * 400, slots=ROWS, max_len=6000, page_size=16))
-    leader = Leader(replica, Planner(replica, Budget(2048), waiting + ROWS), 1, True)
-    tokens = SimTokens(ROWS, 30_000)
-    encode = msgspec.msgpack.Encoder().encode
-    spent = dict.fromkeys(PHASES_SHOWN, 0.0)
-    device: list = []
-    sizes: list[int] = []
-    counting = False
-
-    def perform(effects) -> None:
-        at = time.perf_counter()
-        for effect in effects:
-            kind = type(effect)
-            if kind is Span:
-                now = time.perf_counter()
-                if counting:
-                    spent[effect.phase] += now - at
-                at = now
-            elif kind is Send:
-                size = len(encode(effect.message))
-                if counting and isinstance(effect.message, Entry):
-                    sizes.append(size)
-            elif kind is SendToFront:
-                encode(effect.message)
-            elif kind is Launch:
-                pause = time.perf_counter()
-                device.append(tokens.sample(effect.batch))
-                at += time.perf_counter() - pause
-            elif kind is InitSlot:
-                tokens.admit(effect.slot, effect.request)
-
+    replica = Replica(one_table(pages=ROWS * 400, slots=ROWS, max_len=6000, page_size=16))
+    timed = TimedLeader(Leader(replica, Planner(replica, Budget(2048), waiting + ROWS), 1, True))
     for id in range(ROWS + waiting):
-        perform(leader.on(Submitted(request(id, 32, 5900)), id * 1e-6))
-    now, done = 1.0, 0
-    while done < steps + 50:
+        timed.on(Submitted(request(id, 32, 5900)), id * 1e-6)
+    now = 1.0
+    for done in range(steps + 50):
         now += 0.004
-        counting = done >= 50
-        outcome = device.pop(0)
-        perform(leader.on(Arrived(outcome), now))
-        done += 1
-    cost = {phase: seconds / steps * 1e6 for phase, seconds in spent.items()}
-    return {**cost, "together": sum(cost.values()), "bytes": statistics.median(sizes)}
+        timed.counting = done >= 50
+        timed.on(Arrived(timed.outcomes.pop(0)), now)
+    cost = {phase: seconds / steps * 1e6 for phase, seconds in timed.spent.items()}
+    return {**cost, "together": sum(cost.values()), "bytes": statistics.median(timed.sizes)}
 
 
 def receive_all(sock: socket.socket, count: int) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from slipstream.log.entries import Entry
-from slipstream.rank.events import Effect, SendReply
+from slipstream.log.entries import Command
+from slipstream.rank.events import Effect, Event, SendReply
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.planner import Plan, Planner
@@ -34,19 +34,26 @@ class LeaseReplica(StateReplica):
         super().__init__(limits)
         self.leases: dict[int, tuple[int, ...]] = {}
 
-    def drop(self, slot: int, id: int, kept: int = -1) -> bool:
+    def apply(self, command: Command | Release) -> int:
+        if isinstance(command, Release):
+            self.end_lease(command.id)
+            return 0
+        return super().apply(command)
+
+    def _drop(self, slot: int, id: int, kept: int) -> bool:
         request = self.requests.get(slot)
         if request is not None and request.id == id and request.salt == LEASED and self.held[slot]:
-            pages = tuple(self.page_table[slot, : self.held[slot]].tolist())
+            table = self.cache.tables[0]
+            pages = tuple(table.rows[slot, : self.held[slot]].tolist())
             for page in pages:  # the lease's own reference, that outlives the request's
-                self.pages.refs[page] += 1
+                table.pages.share(page)
             self.leases[id] = pages
-            self.calls.append(Copy(id, pages))  # type: ignore[arg-type]
-        return super().drop(slot, id, kept)
+            self.ops.append(Copy(id, pages))  # type: ignore[arg-type]
+        return super()._drop(slot, id, kept)
 
     def end_lease(self, id: int) -> None:
         for page in reversed(self.leases.pop(id)):
-            self.pages.release(page)
+            self.cache.tables[0].pages.release(page)
         self.changes.append(b"L%d;" % id)
 
     def state(self) -> tuple[object, ...]:
@@ -56,21 +63,15 @@ class LeaseReplica(StateReplica):
 class LeaseRank(Rank):
     replica: LeaseReplica
 
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
+    def take(self, event: Event | Copied) -> Iterator[Effect]:
         if isinstance(event, Copied):
             yield from self.copied(event.id)
         else:
-            yield from super().on(event, now)
+            yield from super().take(event)
 
     def copied(self, id: int) -> Iterator[Effect]:
         """The end of a rank's own copy never changes its replica."""
         yield SendReply(Reported(self.rank, id))  # type: ignore[arg-type]
-
-    def apply(self, entry: Entry) -> Iterator[Effect]:
-        rest = tuple(c for c in entry.commands if not isinstance(c, Release))
-        for command in entry.commands[: len(entry.commands) - len(rest)]:  # releases come first
-            self.replica.end_lease(command.id)  # type: ignore[union-attr]
-        return (yield from super().apply(msgspec.structs.replace(entry, commands=rest)))
 
 
 class LeasePlanner(Planner):
@@ -80,8 +81,7 @@ class LeasePlanner(Planner):
 
     def _drop(self, plan: Plan) -> None:
         for id in self.over:
-            self.replica.end_lease(id)  # type: ignore[attr-defined]
-            plan.commands.append(Release(id))  # type: ignore[arg-type]
+            self._apply(plan, Release(id))  # type: ignore[arg-type]
             self.admission.reopen()
         self.over = ()
         super()._drop(plan)
@@ -95,13 +95,14 @@ class LeaseLeader(Leader, LeaseRank):
         super().__init__(*args)
         self.heard: dict[int, frozenset[int]] = {}  # lease -> ranks whose copy has ended
 
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
-        if isinstance(event, Copied | Reported):
-            self.now = now
-            yield from self.reported(getattr(event, "rank", 0), event.id)
-            yield from self.write_entries()
+    def take(self, event: Event | Copied | Reported) -> Iterator[Effect]:
+        if isinstance(event, Reported):
+            yield from self.reported(event.rank, event.id)
         else:
-            yield from Leader.on(self, event, now)
+            yield from super().take(event)  # type: ignore[arg-type]
+
+    def copied(self, id: int) -> Iterator[Effect]:
+        return self.reported(0, id)
 
     def reported(self, rank: int, id: int) -> Iterator[Effect]:
         self.heard[id] = self.heard.get(id, frozenset()) | {rank}

@@ -7,13 +7,16 @@ part of a world: that the leader holds a step back, or goes ahead, are two diffe
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from slipstream.log.entries import Entry, Prepared, Reply
-from slipstream.rank.events import Aborted, Arrived, Compiled, Submitted, Tick
+from slipstream.rank.events import Aborted, Arrived, ResourcesReady, Submitted, Tick
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.verify.check.cases import Case
+from slipstream.verify.check.clients import Clients, end_group, with_client
+from slipstream.verify.check.device import Device
 from slipstream.verify.check.ghost import Ghost
 from slipstream.verify.check.reactions import Reactions
 from slipstream.verify.check.world import (
@@ -24,6 +27,7 @@ from slipstream.verify.check.world import (
     OVER,
     UNSENT,
     Action,
+    Client,
     Copied,
     Expire,
     FixedBudget,
@@ -31,6 +35,7 @@ from slipstream.verify.check.world import (
     Site,
     World,
     show,
+    show_other,
     with_site,
 )
 from slipstream.verify.common.audit import at_rest
@@ -49,8 +54,11 @@ class Model:
             drawn = [*tokens, *script[len(tokens) :]][: r.max_tokens]
             known.append([*np.frombuffer(r.prompt, "<i4").tolist(), *drawn])
         self.known = Reactions(case)
-        self._ghost = Ghost(case, known)
+        self._device = Device(case, known)
+        self.clients = Clients(self.expected, protocol.clocks)
         self.entries = 0  # the longest log seen
+        self._nameless: dict[int, tuple[Any, ...]] = {}
+        self._views: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     # --- worlds
 
@@ -60,8 +68,8 @@ class Model:
         planner = protocol.planner(replica, FixedBudget(case.cap, per_token=1.0), 8)
         leader = protocol.leader(replica, planner, self.size, case.asynchronous and not protocol.serial)
         ranks = [leader, *(protocol.rank(i, protocol.replica(case.limits)) for i in range(1, self.size))]
-        sites = [Site(self.known.keep(r, self._ghost if not r.rank else None)) for r in ranks]
-        world = World(tuple(sites), ((UNSENT, 0),) * len(case.requests))
+        sites = [Site(self.known.keep(r, self._device, None if r.rank else Ghost(case))) for r in ranks]
+        world = World(tuple(sites), (Client(),) * len(case.requests))
         if case.all_at_once:
             for i in range(len(case.requests)):
                 world = self.apply(world, ("submit", i))
@@ -69,32 +77,41 @@ class Model:
 
     def key(self, world: World) -> Hashable:
         """Equal for worlds that differ only in which follower is which."""
-        leader = self.known.machines[world.sites[0].machine]
-        assert isinstance(leader, Leader)
         followers = []
         for i, site in enumerate(world.sites[1:], 1):
-            early = tuple((seq, r.digest) for seq, replies in leader.early.items() for r in replies if r.rank == i)
-            owed = tuple(id for id, (_, missing) in leader.preparing.items() if i in missing)
             struck = tuple(id for rank, id in world.expired if rank == i)
-            back = tuple(nameless(self.known.things[t]) for t in site.back)
-            rest = self.rival_view(leader, i)
-            followers.append(
-                (self.known.cores[site.machine], site[1:2], back, site[3:], leader.replied[i], early, owed, struck, rest)
-            )
+            back = tuple(self._without_name(t) for t in site.back)
+            view = self._view(world.sites[0].machine, i)
+            followers.append((self.known.cores[site.machine], site[1:2], back, site[3:], struck, view))
         followers.sort()
-        own = (tuple(id for rank, id in world.expired if rank == 0), self.rival_view(leader, 0))
+        own = (tuple(id for rank, id in world.expired if rank == 0), self._view(world.sites[0].machine, 0))
         return (
             self.known.cores[world.sites[0].machine],
             world.sites[0][1:],
             tuple(followers),
             world.front,
             own,
+            world.garbled,
             world.poisoned,
         )
 
-    def rival_view(self, leader: Leader, rank: int) -> Hashable:
-        """What a rival's leader remembers of one follower."""
-        return tuple(sorted(id for id, ranks in getattr(leader, "heard", {}).items() if rank in ranks))
+    def _without_name(self, message: int) -> tuple[Any, ...]:
+        found = self._nameless.get(message)
+        if found is None:
+            found = self._nameless[message] = nameless(self.known.things[message])
+        return found
+
+    def _view(self, at: int, rank: int) -> tuple[Any, ...]:
+        """What a leader remembers of one rank; `heard` is a rival's."""
+        found = self._views.get((at, rank))
+        if found is None:
+            leader = self.known.machines[at]
+            assert isinstance(leader, Leader)
+            early = tuple((seq, r.digest) for seq, replies in leader.early.items() for r in replies if r.rank == rank)
+            owed = tuple(id for id, (_, missing) in leader.preparing.items() if rank in missing)
+            heard = tuple(sorted(id for id, ranks in getattr(leader, "heard", {}).items() if rank in ranks))
+            found = self._views[at, rank] = (leader.replied.get(rank, -1), early, owed, heard)
+        return found
 
     # --- actions
 
@@ -131,10 +148,10 @@ class Model:
         """What clients and the passing of time can do."""
         case = self.case
         out: list[Action] = []
-        unsent = [i for i, (phase, _) in enumerate(world.front) if phase == UNSENT]
+        unsent = [i for i, client in enumerate(world.front) if client.phase == UNSENT]
         if unsent:
             out.append(("submit", unsent[0]))
-        out += [("abort", i) for i in case.aborts if world.front[i][0] == LIVE]
+        out += [("abort", i) for i in case.aborts if world.front[i].phase == LIVE]
         leader = self.known.machines[world.sites[0].machine]
         assert isinstance(leader, Leader)
         if leader.depth > 1 and len(leader.replica.flights) == 1 and leader.late is None:
@@ -148,11 +165,14 @@ class Model:
             dead = [i for i, site in enumerate(world.sites) if site.dead]
             if dead:
                 out.append(("found", dead[0]))
-            elif any(phase in (LIVE, ABORTED) for phase, _ in world.front):
+            elif any(client.phase in (LIVE, ABORTED) for client in world.front):
                 out += [("die", 0), ("die", self.size - 1)]
+        if not world.garbled:
+            with_reply = [i for i, site in enumerate(world.sites) if site.back and self._is_reply(site.back[0])]
+            out += [("garble", i, how) for i in with_reply for how in case.garbled]
         if self.protocol.clocks:
             for id in case.expires:
-                if world.front[id][0] == LIVE:
+                if world.front[id].phase == LIVE:
                     out += [("expire", r, id) for r in range(self.size) if (r, id) not in world.expired]
         return out
 
@@ -162,11 +182,11 @@ class Model:
         sites = world.sites
         if kind == "submit":
             i = action[1]
-            world = self._front(world, i, (LIVE, 0))
+            world = with_client(world, i, Client(LIVE))
             return self._react(world, 0, ("submit", i), lambda: Submitted(self.case.requests[i]))
         if kind == "abort":
             i = action[1]
-            world = self._front(world, i, (ABORTED, world.front[i][1]))
+            world = with_client(world, i, world.front[i]._replace(phase=ABORTED))
             return self._react(world, 0, ("abort", i), lambda: Aborted(i, self.case.kept))
         if kind == "plan":
             return self._react(world, 0, ("plan",), Tick, GO)
@@ -178,7 +198,8 @@ class Model:
         if kind == "hear":
             i = action[1]
             message = sites[i].back[0]
-            world = with_site(world, i, sites[i]._replace(back=sites[i].back[1:]))
+            heard = self.known.things[message].seq if self._is_reply(message) else sites[i].heard
+            world = with_site(world, i, sites[i]._replace(back=sites[i].back[1:], heard=heard))
             return self._react(world, 0, ("read", message), lambda: self.known.things[message])
         if kind == "arrive":
             i = action[1]
@@ -188,7 +209,9 @@ class Model:
         if kind == "compiled":
             _, i, id = action
             world = with_site(world, i, sites[i]._replace(jobs=tuple(j for j in sites[i].jobs if j != id)))
-            return self._react(world, i, action[::2], lambda: Compiled(id, ToyMatcher(self.case.requests[id].grammar)))
+            return self._react(
+                world, i, action[::2], lambda: ResourcesReady(id, {"grammar": ToyMatcher(self.case.requests[id].grammar)})
+            )
         if kind == "copied":
             _, i, id = action
             world = with_site(world, i, sites[i]._replace(copies=tuple(c for c in sites[i].copies if c != id)))
@@ -199,12 +222,21 @@ class Model:
             return self._react(world, i, action[::2], lambda: Expire(id))
         if kind == "die":
             return with_site(world, action[1], sites[action[1]]._replace(dead=True))
+        if kind == "garble":
+            return self._garble(world, *action[1:])
         assert kind == "found"
-        front = tuple((OVER if phase in (LIVE, ABORTED) else phase, received_tokens) for phase, received_tokens in world.front)
-        return world._replace(front=front, poisoned=True)
+        return end_group(world)
 
-    def _front(self, world: World, i: int, to: tuple[int, int]) -> World:
-        return world._replace(front=(*world.front[:i], to, *world.front[i + 1 :]))
+    def _is_reply(self, message: int) -> bool:
+        return isinstance(self.known.things[message], Reply)
+
+    def _garble(self, world: World, i: int, how: str) -> World:
+        """Makes a follower's next reply a wrong one: another digest, or the same reply a second time."""
+        first, *rest = world.sites[i].back
+        reply = self.known.things[first]
+        wrong = msgspec.structs.replace(reply, digest=reply.digest ^ 1)
+        begin = (first, first) if how == "twice" else (self.known.thing(wrong, wrong),)
+        return with_site(world, i, world.sites[i]._replace(back=(*begin, *rest)))._replace(garbled=True)
 
     def _react(self, world: World, i: int, key: Hashable, event: Callable[[], Any], now: float = HOLD) -> World:
         """Lets rank i take an event and carries its effects out."""
@@ -226,6 +258,7 @@ class Model:
             message = self.known.things[what[0]]
             if isinstance(message, Entry):
                 self.entries = max(self.entries, message.seq + 1)
+                world = self.clients.see(world, message)
             rest = (s if s.dead else s._replace(inbox=(*s.inbox, what[0])) for s in world.sites[1:])
             return world._replace(sites=(world.sites[0], *rest))
         if kind == "answer":
@@ -236,7 +269,11 @@ class Model:
             return with_site(world, i, site._replace(copies=(*site.copies, what[0])))
         if kind == "writes":
             return self._writes(world, what[0])
-        return self._told(world, kind, *what)
+        if kind == "poison":
+            if not world.garbled:
+                raise Violation(f"the leader poisons the group: {what[1]}")
+            return end_group(world)
+        return self.clients.tell(world, kind, *what)
 
     def _compare(self, world: World, i: int, op: int) -> None:
         """The n-th operation of each rank must be the same one."""
@@ -244,7 +281,7 @@ class Model:
         for j, other in enumerate(world.sites):
             if j != i and len(other.queued) > n and other.queued[n] != op:
                 mine, theirs = self.known.things[op].name, self.known.things[other.queued[n]].name
-                raise Violation(f"rank {i} queues {show(mine)} where rank {j} has queued {show(theirs)}")
+                raise Violation(f"rank {i} queues {show(mine)} where rank {j} has queued {show_other(theirs, mine)}")
 
     def _writes(self, world: World, pages: tuple[int, ...]) -> World:
         """A step of the log writes pages: no rank may still be copying them beside the stream."""
@@ -262,28 +299,10 @@ class Model:
             if not all(reply.existed):
                 raise Violation(f"rank {i} does not know a request that entry {reply.seq} drops")
             if i == 0:
-                return world
+                return with_site(world, 0, site._replace(heard=reply.seq))
         if i == 0 and isinstance(reply, Prepared):
             return world
         return with_site(world, i, site._replace(back=(*site.back, message)))
-
-    def _told(self, world: World, kind: str, id: int, what: Any) -> World:
-        phase, received_tokens = world.front[id]
-        tokens, reason = self.expected[id]
-        if phase not in (LIVE, ABORTED):
-            raise Violation(f"request {id} hears {kind} {what} before its start or after its end")
-        if kind == "token":
-            if received_tokens >= len(tokens) or tokens[received_tokens] != what:
-                raise Violation(f"request {id} gets token {what} at {received_tokens}, not one of {tokens}")
-            return self._front(world, id, (phase, received_tokens + 1))
-        if what == "abort":
-            if phase != ABORTED and not self.protocol.clocks:
-                raise Violation(f"request {id} was aborted by nobody")
-        elif received_tokens != len(tokens) or what != reason:
-            raise Violation(
-                f"request {id} ends with {what!r} after {received_tokens} of {len(tokens)} tokens; {reason!r} is right"
-            )
-        return self._front(world, id, (OVER, received_tokens))
 
     def _run_device(self, world: World) -> World:
         """Ends the operations that every rank has queued."""
@@ -299,9 +318,11 @@ class Model:
 
     def check_end(self, world: World) -> None:
         """Nothing can happen any more: everybody must have had an end, and everything be given back."""
-        waiting = [i for i, (phase, _) in enumerate(world.front) if phase != OVER]
+        waiting = [i for i, client in enumerate(world.front) if client.phase != OVER]
         if waiting:
             raise Violation(f"deadlock: requests {waiting} never end; {self.where(world)}")
+        if world.garbled and not world.poisoned:
+            raise Violation("a follower's wrong reply goes unnoticed")
         if not world.poisoned:
             at_rest([self.known.machines[s.machine] for s in world.sites])
 

@@ -51,6 +51,9 @@ def act(model: Model, world: World, action: Action) -> str:
         return f"rank {what[0]} has copied the leased pages of request {what[1]}"
     if kind == "expire":
         return f"by the clock of rank {what[0]} the time of request {what[1]} is over"
+    if kind == "garble":
+        i, how = what
+        return f"the next reply of rank {i} {'comes twice' if how == 'twice' else 'has a wrong digest'}"
     if kind == "die":
         return f"rank {what[0]} dies"
     return f"the supervisor finds rank {what[0]} dead and ends the group"
@@ -85,7 +88,7 @@ def consequences(model: Model, before: World | None, after: World) -> str:
         launched = [f.seq for f in machine.replica.flights if old is None or f.seq not in {x.seq for x in old.replica.flights}]
         if launched:
             parts.append(f"rank {i} launches entry {', '.join(map(str, launched))}")
-        pages, was = machine.replica.pages, None if old is None else old.replica.pages
+        pages, was = machine.replica.cache, None if old is None else old.replica.cache
         if was is not None and pages.available > was.available:
             parts.append(f"rank {i} has {pages.available} pages free")
     sent = after.sites[1].inbox[0 if before is None else len(before.sites[1].inbox) :]

@@ -1,22 +1,37 @@
 """What machines do at events: worked out once for each machine and event, on a copy, and remembered as small integers."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
 
-from slipstream.log.batch import InitSlot, Offload, Outcome, Restore
+from slipstream.log.batch import Batch, InitSlot
 from slipstream.log.entries import Reply
-from slipstream.process.protocol import Finished, Refused, Tokens
-from slipstream.rank.events import Launch, LaunchForward, LaunchSample, Poison, Prepare, Send, SendReply, SendToFront
+from slipstream.log.state import RUNNING
+from slipstream.process.protocol import Finished, Refused, Started, ToFront, Tokens
+from slipstream.rank.effects import Interpreter
+from slipstream.rank.events import (
+    DeviceEffect,
+    Effect,
+    Launch,
+    LaunchForward,
+    LaunchSample,
+    Poison,
+    Prepare,
+    Send,
+    SendReply,
+    SendToFront,
+    Span,
+    Wake,
+)
 from slipstream.rank.leader import WINDOW, Leader
 from slipstream.rank.loop import Rank
 from slipstream.verify.check.cases import Case
+from slipstream.verify.check.device import Device
 from slipstream.verify.check.ghost import Ghost
 from slipstream.verify.check.world import HOLD, Action, Copy, Op
 from slipstream.verify.common.audit import audit
 from slipstream.verify.common.memory import Violation
-from slipstream.verify.common.toy import DEAD_END, choose
 
 RING = 3  # steps that may lack their settling
 
@@ -29,26 +44,28 @@ class Reactions:
         self.machines: list[Rank] = []
         self.things: list[Any] = []  # messages and operations
         self.cores: list[int] = []  # for each machine, a number that leaves out which follower it is
-        self._ghosts: list[Ghost | None] = []
+        self._devices: list[Device] = []
+        self._ghosts: list[Ghost | None] = []  # of the leader alone: pages are written in the order of the log
         self._ids: dict[Hashable, int] = {}
         self._thing_ids: dict[Hashable, int] = {}
         self._core_ids: dict[Hashable, int] = {}
         self._done: dict[tuple[int, Hashable], tuple[int, tuple[Action, ...]] | str] = {}
 
-    def keep(self, machine: Rank, ghost: Ghost | None) -> int:
-        key = (machine.rank, machine.state(), ghost and ghost.state())
+    def keep(self, machine: Rank, device: Device, ghost: Ghost | None) -> int:
+        key = (machine.rank, machine.state(), device.state(), ghost and ghost.state())
         at = self._ids.get(key)
         if at is None:
             audit_machine(machine)
             at = self._ids[key] = len(self.machines)
             self.machines.append(machine)
+            self._devices.append(device)
             self._ghosts.append(ghost)
-            self.cores.append(self._core(machine, key[1], ghost))
+            self.cores.append(self._core(machine, key[1], key[2:]))
         return at
 
-    def _core(self, machine: Rank, state: Any, ghost: Ghost | None) -> int:
+    def _core(self, machine: Rank, state: Any, rest: Hashable) -> int:
         """Names what a machine is but for which follower it is, or what it knows of each."""
-        key = (state[:-2], ghost and ghost.state()) if isinstance(machine, Leader) else state
+        key = (state[:-2] if isinstance(machine, Leader) else state, rest)
         return self._core_ids.setdefault((isinstance(machine, Leader), key), len(self._core_ids))
 
     def react(self, at: int, key: Hashable, event: Callable[[], Any], now: float = HOLD) -> tuple[int, tuple[Action, ...]]:
@@ -67,91 +84,118 @@ class Reactions:
         return done
 
     def _work_out(self, at: int, event: Any, now: float) -> tuple[int, tuple[Action, ...]]:
-        machine = self.machines[at].copy()
-        ghost = self._ghosts[at]
-        ghost = ghost and ghost.copy()
-        effects: list[Action] = []
-        for effect in machine.on(event, now):
-            kind = type(effect)
-            if isinstance(effect, Launch | LaunchForward):
-                effects.append(("queue", self._forward(machine, effect.batch)))
-                if ghost is not None:
-                    effects.append(("writes", tuple(ghost.run(effect.batch, machine.replica))))
-                if kind is Launch:
-                    effects.append(("queue", self._sample(machine, effect.batch.seq, {}, frozenset())))
-            elif isinstance(effect, LaunchSample):
-                effects.append(("queue", self._sample(machine, effect.seq, effect.masks, effect.discarded)))
-            elif isinstance(effect, InitSlot | Offload | Restore | Copy):
-                name = (
-                    (kind.__name__, effect.slot, effect.request.id)
-                    if isinstance(effect, InitSlot)
-                    else (kind.__name__, *effect)
-                )
-                effects.append(("queue", self._thing(name, Op(name, None))))
-                if isinstance(effect, Copy):
-                    effects.append(("copy", effect.id))
-                if ghost is not None:
-                    ghost.call(effect)
-            elif isinstance(effect, Send):
-                effects.append(("send", self._thing(effect.message, effect.message)))
-            elif isinstance(effect, SendReply):
-                if machine.rank or isinstance(effect.reply, Reply):
-                    effects.append(("answer", self._thing(effect.reply, effect.reply)))
-            elif isinstance(effect, Prepare):
-                effects.append(("job", effect.id))
-            elif isinstance(effect, SendToFront):
-                effects += self._tell(effect.message)
-            elif isinstance(effect, Poison):
-                raise Violation(f"the leader poisons the group: {effect.reason}")
-        if ghost is not None:
-            ghost.forget(machine.replica)
+        machine, device, ghost = self.machines[at].copy(), self._devices[at].copy(), self._ghosts[at]
+        reaction = Reaction(machine, device, ghost and ghost.copy(), self.thing)
+        reaction.perform(machine.on(event, now))
+        device.forget(machine.replica)
+        if reaction.ghost is not None:
+            reaction.ghost.forget(machine.replica)
         forget_clocks(machine)
-        return self.keep(machine, ghost), tuple(effects)
+        return self.keep(machine, device, reaction.ghost), tuple(reaction.effects)
 
-    def _thing(self, key: Hashable, value: Any) -> int:
+    def thing(self, key: Hashable, value: Any) -> int:
+        """The number of a message or an operation."""
         at = self._thing_ids.get(key)
         if at is None:
             at = self._thing_ids[key] = len(self.things)
             self.things.append(value)
         return at
 
-    def _forward(self, machine: Rank, batch: Any) -> int:
-        ids = tuple(machine.replica.requests[s].id for s in batch.slots.tolist())
-        columns = (batch.slots, batch.starts, batch.counts, batch.samples, batch.pages)
-        name = ("step", batch.seq, ids, *(tuple(c.ravel().tolist()) for c in columns))
-        return self._thing(name, Op(name, None))
 
-    def _sample(self, machine: Rank, seq: int, masks: dict[int, np.ndarray], over: frozenset[int]) -> int:
-        """The sampling of the step launched last: its tokens follow from the script."""
-        replica = machine.replica
-        flight = replica.flights[-1]
-        tokens: list[int] = []
-        errors: dict[int, str] = {}
-        for slot in flight.slots.tolist():
-            r = replica.requests[slot]
-            token = self.case.script[r.id][int(replica.target[slot]) - 1 - r.prompt_len]
-            if slot in masks:
-                token = choose(token, masks[slot])
-                if token < 0:
-                    errors[len(tokens)] = DEAD_END
-            tokens.append(token)
+class Reaction(Interpreter):
+    """Carries out the effects of one event on the rank's device, and notes what they mean to the world."""
+
+    def __init__(self, machine: Rank, device: Device, ghost: Ghost | None, thing: Callable[[Hashable, Any], int]):
+        self.machine, self.device_model, self.ghost = machine, device, ghost
+        self.thing = thing
+        self.effects: list[Action] = []
+
+    def perform(self, effects: Iterable[Effect | Copy]) -> None:
+        for effect in effects:
+            if isinstance(effect, Copy):
+                self._queue((Copy.__name__, *effect))
+                self.effects.append(("copy", effect.id))
+            else:
+                super().perform((effect,))
+
+    def _queue(self, name: tuple[Any, ...], outcome: Any = None) -> None:
+        self.effects.append(("queue", self.thing(name, Op(name, outcome))))
+
+    def device(self, effect: DeviceEffect) -> None:
+        if isinstance(effect, Launch | LaunchForward):
+            self._forward(effect.batch)
+            if isinstance(effect, Launch):
+                self._sample({}, frozenset())
+        elif isinstance(effect, LaunchSample):
+            self._sample(effect.masks, effect.discarded)
+        else:
+            if isinstance(effect, InitSlot):
+                self.device_model.init_slot(effect.slot, effect.request)
+                self._queue((InitSlot.__name__, effect.slot, effect.request.id))
+            else:
+                self._queue((type(effect).__name__, *effect))
+            if self.ghost is not None:
+                self.ghost.queue(effect)
+
+    def _forward(self, batch: Batch) -> None:
+        ids = tuple(self.machine.replica.requests[s].id for s in batch.slots.tolist())
+        columns = (batch.slots, batch.starts, batch.counts, batch.sampled, batch.pages)
+        self._queue(("step", batch.seq, ids, *(tuple(c.ravel().tolist()) for c in columns), batch.saves))
+        self.device_model.held = batch
+        if self.ghost is not None:
+            self.effects.append(("writes", tuple(self.ghost.run(batch, self.device_model))))
+
+    def _sample(self, masks: dict[int, np.ndarray], over: frozenset[int]) -> None:
+        batch = self.device_model.held
+        assert batch is not None
+        outcome = self.device_model.sample(masks)
+        if self.ghost is not None:
+            self.ghost.sampled(batch, self.device_model)
         shown = tuple((s, masks[s].tobytes()) for s in sorted(masks))
-        name = ("sample", seq, tuple(tokens), shown, tuple(sorted(over)))
-        return self._thing(name, Op(name, Outcome(seq, np.array(tokens, np.int32), errors=errors)))
+        given = (outcome.tokens.shape, tuple(outcome.tokens.ravel().tolist()), tuple(outcome.accepted.tolist()))
+        self._queue(("sample", batch.seq, *given, shown, tuple(sorted(over))), outcome)
 
-    def _tell(self, message: Any) -> list[Action]:
-        if isinstance(message, Tokens):
+    def send(self, effect: Send) -> None:
+        self.effects.append(("send", self.thing(effect.message, effect.message)))
+
+    def reply(self, effect: SendReply) -> None:
+        if self.machine.rank or isinstance(effect.reply, Reply):
+            self.effects.append(("answer", self.thing(effect.reply, effect.reply)))
+
+    def prepare(self, effect: Prepare) -> None:
+        self.effects.append(("job", effect.id))
+
+    def send_to_front(self, effect: SendToFront) -> None:
+        self.effects += told(effect.message)
+
+    def poison(self, effect: Poison) -> None:
+        self.effects.append(("poison", effect.rank, effect.reason))
+
+    def span(self, effect: Span) -> None:
+        """Takes no time here."""
+
+    def wake(self, effect: Wake) -> None:
+        """That time passes is an action of the world."""
+
+
+def told(message: ToFront) -> list[Action]:
+    """What a request hears."""
+    match message:
+        case Tokens():
             ids, tokens = np.frombuffer(message.ids, "<i8").tolist(), np.frombuffer(message.tokens, "<i4").tolist()
             return [("token", id, token) for id, token in zip(ids, tokens, strict=True)]
-        if isinstance(message, Finished):
+        case Finished():
             return [("finished", message.id, message.reason)]
-        if isinstance(message, Refused):
+        case Refused():
             raise Violation(f"request {message.id} is refused: {message.message}")
-        return []
+        case Started():
+            return []
+        case _:
+            raise Violation(f"no case asks for a {type(message).__name__}")
 
 
 def forget_clocks(machine: Rank) -> None:
-    """Sets all times that a leader remembers back to zero; `HOLD` and `GO` are told anew at each event."""
+    """Sets all times that a leader remembers back to zero; each event brings `HOLD` or `GO` again."""
     if isinstance(machine, Leader):
         machine.now = machine.arrived_at = machine.written_at = 0.0
         machine.step_timings = type(machine.step_timings)(f._replace(at=0.0) for f in machine.step_timings)
@@ -161,6 +205,9 @@ def forget_clocks(machine: Rank) -> None:
 def audit_machine(machine: Rank) -> None:
     replica = machine.replica
     audit(replica, getattr(replica, "leases", {}).values())
+    for slot in replica.requests:
+        if replica.phase[slot] == RUNNING and replica.sure[slot] > replica.limit[slot]:
+            raise Violation(f"slot {slot} has a row in flight that it did not need: its limit was reached before")
     if len(replica.flights) > RING:
         raise Violation(f"rank {machine.rank} has {len(replica.flights)} steps in flight")
     if isinstance(machine, Leader) and machine.next - machine.acknowledged > WINDOW + 1:

@@ -10,7 +10,7 @@ import msgspec
 from slipstream.log.entries import Drop, Entry, Reply, RequestBody
 from slipstream.log.replica import Replica
 from slipstream.log.state import Ended
-from slipstream.rank.events import Effect, Send, SendReply
+from slipstream.rank.events import Effect, Event, Send, SendReply
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.planner import Plan, Planner
@@ -29,12 +29,12 @@ class Retract(msgspec.Struct, frozen=True, array_like=True, tag=110):
 class CancelRank(Rank):
     """Drops a retracted entry that it has not run."""
 
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
+    def take(self, event: Event | Retract) -> Iterator[Effect]:
         if isinstance(event, Retract):
             if self.entries and self.entries[-1].seq == event.seq:
                 self.entries.pop()
         else:
-            yield from super().on(event, now)
+            yield from super().take(event)
 
     def receive(self, entry: Entry) -> None:
         """An entry that was taken back comes again, with something else in it."""
@@ -70,7 +70,7 @@ class CancelLeader(Leader):
         self.held = (entry, plan, *self.before)
 
     def settle_arrived(self) -> Iterator[Effect]:
-        if self.held is not None:
+        if self.held is not None and self.outcomes:
             entry, plan, replica, planner = self.held
             self.held = None
             if replica.copy().settle(self.outcomes[0]).ended:
@@ -81,14 +81,14 @@ class CancelLeader(Leader):
                 yield from self.go(entry, plan)
         yield from super().settle_arrived()
 
-    def reply(self, reply: Reply) -> Iterator[Effect]:
+    def check_reply(self, reply: Reply) -> Iterator[Effect]:
         if reply.seq < self.next:  # else it answers an entry that was taken back
-            yield from super().reply(reply)
+            yield from super().check_reply(reply)
 
     def go(self, entry: Entry, plan: Plan) -> Iterator[Effect]:
         """The rest of `write`."""
         self.marked = entry.settled_to
-        yield from self.calls()
+        yield from self.device_ops()
         self.ending.extend((entry.seq, ended) for ended in plan.dropped)
         yield from self.launch(entry, tuple(True for c in plan.commands if isinstance(c, Drop)))
 
@@ -113,12 +113,12 @@ TIMED_OUT = -2  # in place of the count of kept tokens
 class ClockRank(Rank):
     """Ends a request when its own clock says so."""
 
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
+    def take(self, event: Event | Expire) -> Iterator[Effect]:
         if isinstance(event, Expire):
             for slot in [s for s, r in self.replica.requests.items() if r.id == event.id]:
-                self.replica.drop(slot, event.id)
+                self.replica.apply(Drop(slot, event.id))
         else:
-            yield from super().on(event, now)
+            yield from super().take(event)
 
 
 class ClockPlanner(Planner):
@@ -131,13 +131,11 @@ class ClockPlanner(Planner):
 
 
 class ClockLeader(Leader):
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
+    def take(self, event: Event | Expire) -> Iterator[Effect]:
         if isinstance(event, Expire):
             self.planner.abort(event.id, TIMED_OUT)
-            self.now = now
-            yield from self.write_entries()
         else:
-            yield from super().on(event, now)
+            yield from super().take(event)
 
 
 # --- gates
@@ -182,12 +180,6 @@ class GatedRank(Rank):
 
 class GatedLeader(GatedRank, Leader):
     """A leader settles as its followers do: not while a step is gated, so that the replicas take the same way."""
-
-    def settle_arrived(self) -> Iterator[Effect]:
-        if self.gate is not None:
-            yield from self.knock()
-        if self.gate is None:
-            yield from super().settle_arrived()
 
     @property
     def launches_whole(self) -> bool:
@@ -234,12 +226,11 @@ class CommitRank(GatedRank):
 
     said = -1
 
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
+    def take(self, event: Event | Commit) -> Iterator[Effect]:
         if isinstance(event, Commit):
             yield from self.open()
-            yield from self.advance()
         else:
-            yield from super().on(event, now)
+            yield from super().take(event)
 
     def knock(self) -> Iterator[Effect]:
         assert self.gate is not None
@@ -257,14 +248,11 @@ class CommitLeader(GatedLeader):
         super().__init__(*args)
         self.heard: dict[int, frozenset[int]] = {}  # entry -> followers that are ready
 
-    def on(self, event, now: float = 0.0) -> Iterator[Effect]:
+    def take(self, event: Event | Ready) -> Iterator[Effect]:
         if isinstance(event, Ready):
-            self.now = now
             self.heard[event.seq] = self.heard.get(event.seq, frozenset()) | {event.rank}
-            yield from self.settle_arrived()
-            yield from self.write_entries()
         else:
-            yield from super().on(event, now)
+            yield from super().take(event)
 
     def knock(self) -> Iterator[Effect]:
         assert self.gate is not None

@@ -5,7 +5,7 @@ The walk takes the model's own actions in the order of time: a message takes one
 
 from typing import NamedTuple
 
-from slipstream.log.state import Limits
+from slipstream.log.caches import one_table
 from slipstream.verify.check.cases import Case, request
 from slipstream.verify.check.model import Model
 from slipstream.verify.check.world import Action, Protocol, World
@@ -22,7 +22,7 @@ class Path(NamedTuple):
 def critical_path(protocol: Protocol, size: int) -> Path:
     """Of steady decoding of two requests."""
     tokens = tuple(range(1, 13))
-    case = Case("steady", (request(0, 1, 12), request(1, 1, 12)), (tokens, tokens), Limits(40, 2, 16, 2))
+    case = Case("steady", (request(0, 1, 12), request(1, 1, 12)), (tokens, tokens), one_table(40, 2, 16, 2))
     model = Model(case, protocol, size)
     walk = Walk(model)
     walk.run()

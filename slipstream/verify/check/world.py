@@ -78,12 +78,23 @@ class Site(NamedTuple):
     jobs: tuple[int, ...] = ()  # requests whose grammar is being compiled
     copies: tuple[int, ...] = ()  # requests whose leased pages are being copied
     dead: bool = False
+    heard: int = -1  # the last entry of which the leader has this rank's answer
+
+
+class Client(NamedTuple):
+    """A request as seen from outside the machines: what its client has been sent, and where the log admits and drops it."""
+
+    phase: int = UNSENT  # .. OVER
+    received: int = 0  # tokens
+    admitted: bool = False
+    drop: int = -1  # the entry that drops it; -1: none was written
 
 
 class World(NamedTuple):
     sites: tuple[Site, ...]
-    front: tuple[tuple[int, int], ...]  # per request: (UNSENT .. OVER, tokens it was told)
+    front: tuple["Client", ...]  # by request
     expired: tuple[tuple[int, int], ...] = ()  # (rank, request) of local clocks that have struck
+    garbled: bool = False  # a follower has given a wrong answer: the group must end
     poisoned: bool = False
 
 
@@ -104,7 +115,7 @@ def with_site(world: World, i: int, site: Site) -> World:
 def show(name: tuple[Any, ...]) -> str:
     """An operation in words."""
     if name[0] == "step":
-        _, seq, ids, slots, starts, counts, *_ = name
+        _, seq, ids, _, starts, counts, *_ = name
         rows = ", ".join(f"request {q}[{a}:{a + n}]" for q, a, n in zip(ids, starts, counts, strict=True))
         return f"the forward of entry {seq} ({rows})"
     if name[0] == "sample":
@@ -112,3 +123,16 @@ def show(name: tuple[Any, ...]) -> str:
     if name[0] == "InitSlot":
         return f"the seating of request {name[2]} in slot {name[1]}"
     return f"{name[0].lower()} {name[1:]}"
+
+
+STEP_FIELDS = ("kind", "entry", "requests", "slots", "starts", "counts", "sampled", "pages", "saves")
+
+
+def show_other(name: tuple[Any, ...], other: tuple[Any, ...]) -> str:
+    """An operation in words, with the fields in which it differs from another one that reads the same."""
+    text = show(name)
+    if text != show(other):
+        return text
+    fields = STEP_FIELDS if name[0] == "step" else ("kind", "entry", "shape", "tokens", "accepted", "masks", "discarded")
+    differ = [f"{what} {a}" for what, a, b in zip(fields, name, other, strict=False) if a != b]
+    return f"{text} with other {', '.join(differ)}"

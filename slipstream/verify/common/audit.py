@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from slipstream.log.pages import Pages
 from slipstream.log.replica import Replica
 from slipstream.log.state import PREEMPTED
 from slipstream.rank.leader import Leader
@@ -11,16 +12,26 @@ from slipstream.verify.common.memory import Violation
 
 
 def audit(replica: Replica, leases: Iterable[tuple[int, ...]] = ()) -> None:
-    """Each page is free, idle or referenced, as often as block tables and leases name it; the index and its inverse agree."""
-    pages = replica.pages
-    refs: Counter[int] = Counter()
+    """Each page is free, idle or referenced, as often as page tables and leases name it; indexes and their inverses agree.
+
+    Leases are of pages of the first table.
+    """
     for slot in replica.requests:
-        held = int(replica.held[slot])
-        if replica.phase[slot] == PREEMPTED and held:
-            raise Violation(f"slot {slot} is preempted and holds {held} pages")
-        refs.update(replica.page_table[slot, :held].tolist())
-    for pages_of_lease in leases:
-        refs.update(pages_of_lease)
+        if replica.phase[slot] == PREEMPTED and replica.held[slot]:
+            raise Violation(f"slot {slot} is preempted and holds {replica.held[slot]} pages")
+        if not replica.committed[slot] <= replica.sure[slot] <= replica.bound[slot]:
+            raise Violation(f"slot {slot} has fewer tokens for certain than committed, or more than it may have")
+    for t, table in enumerate(replica.cache.tables):
+        refs: Counter[int] = Counter()
+        for slot in replica.requests:
+            refs.update(table.rows[slot, table.first[slot] : replica.held[slot]].tolist())
+        for pages_of_lease in leases if t == 0 else ():
+            refs.update(pages_of_lease)
+        _audit_pool(table.pages, refs)
+    _audit_pool(replica.cache.snapshots, Counter(s for saved in replica.unpublished.values() for _, s in saved))
+
+
+def _audit_pool(pages: Pages, refs: Counter[int]) -> None:
     wrong = [p for p in range(1, pages.total + 1) if pages.refs[p] != refs[p]]
     if wrong or 0 in refs:
         page = wrong[0] if wrong else 0
@@ -43,8 +54,10 @@ def at_rest(ranks: list[Rank]) -> None:
     for r in ranks:
         replica = r.replica
         audit(replica)
+        tables = list(zip(replica.cache.tables, replica.limits.tables, strict=True))
         left = {
-            "pages": replica.pages.held,
+            "pages": replica.cache.held,
+            "snapshots": replica.cache.snapshots.held + len(replica.unpublished),
             "requests": len(replica.requests),
             "slots": replica.limits.slots - len(set(replica.free_slots)),
             "ended requests": len(replica.ended),
@@ -53,12 +66,14 @@ def at_rest(ranks: list[Rank]) -> None:
             "rows": len(replica.decoding) + len(replica.prefilling),
             "stop tokens": len(replica.stop_ids),
             "matchers": len(replica.matchers),
-            "host pages": replica.limits.host_pages - len(set(replica.free_host)) + len(replica.offloaded),
-            "calls": len(replica.calls),
-            "compiled grammars": len(r.compiled),
+            "host pages": sum(limits.host_pages - len(set(table.free_host)) for table, limits in tables)
+            + len(replica.offloaded),
+            "operations": len(replica.ops),
+            "drafts": len(replica.drafts),
+            "prepared requests": len(replica.prepared),
             "entries": len(r.entries),
             "outcomes": len(r.outcomes),
-            "bodies": len(r.bodies),
+            "bodies": len(replica.bodies),
             "late samplings": int(r.late is not None),
         }
         for what, n in left.items():

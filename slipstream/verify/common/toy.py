@@ -1,7 +1,8 @@
 """A toy vocabulary and a toy grammar, and the tokens that a request must get whatever the scheduling.
 
-A grammar is two bytes: (modulus, dead_after). After tokens with sum s, only tokens congruent to s modulo `modulus` may follow,
-so a mask that was built without the latest token is wrong and seen. After `dead_after` tokens nothing may follow (0: never).
+A grammar is two bytes: (modulus, dead_after). A token counts token // modulus + 1. After tokens that count s together, only
+tokens congruent to s modulo `modulus` may follow, so a mask that was built without the latest token is wrong and seen. After
+`dead_after` tokens nothing may follow (0: never).
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from functools import cache
 import numpy as np
 
 from slipstream.device.sim import SimTokens
-from slipstream.log.batch import Batch, Outcome
 from slipstream.log.request import Request
 
 VOCAB = 96
@@ -35,22 +35,27 @@ class ToyMatcher:
         self.modulus, self.dead_after = spec
         if not self.modulus:
             raise ValueError("its modulus is 0")
-        self.total = 0
-        self.count = 0
+        self.taken: list[int] = []
+
+    @property
+    def total(self) -> int:
+        return sum(token // self.modulus + 1 for token in self.taken)
 
     def accept(self, token: int) -> None:
         assert token % self.modulus == self.total % self.modulus, f"token {token} was not allowed"
-        self.total += token
-        self.count += 1
+        self.taken.append(token)
+
+    def rollback(self, count: int) -> None:
+        del self.taken[len(self.taken) - count :]
 
     def mask(self) -> np.ndarray:
-        if self.dead_after and self.count >= self.dead_after:
+        if self.dead_after and len(self.taken) >= self.dead_after:
             return allowed(0, 0)
         return allowed(self.modulus, self.total % self.modulus)
 
     def copy(self) -> "ToyMatcher":
         other = ToyMatcher(bytes((self.modulus, self.dead_after)))
-        other.total, other.count = self.total, self.count
+        other.taken = self.taken.copy()
         return other
 
 
@@ -63,33 +68,6 @@ def choose(token: int, mask: np.ndarray) -> int:
     return -1
 
 
-class Draws:
-    """The tokens of the `sim` device, by slot: a function of the request's prompt, seed, choice and the token's position."""
-
-    def __init__(self, slots: int):
-        self._sim = SimTokens(slots, VOCAB)
-        self._logprobs = False
-
-    def admit(self, slot: int, request: Request) -> None:
-        self._sim.admit(slot, request)
-        self._logprobs |= request.sampling.logprobs >= 0
-
-    def sample(self, batch: Batch, slots: np.ndarray, ends: np.ndarray) -> Outcome:
-        """slots, ends: intp [sampling rows] of the batch, the rows' slots and the positions their tokens go to."""
-        if self._logprobs:
-            return self._sim.sample(batch)
-        return Outcome(batch.seq, draw(self._sim.base[slots], ends))
-
-
-def draw(base: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """int32: as `SimTokens.sample` draws them, without log probabilities."""
-    x = base + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(31)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(29)
-    return (x % np.uint64(VOCAB)).astype(np.int32)
-
-
 def impossible(request: Request) -> bool:
     """Whether the request's grammar cannot be compiled."""
     return request.grammar[:1] == b"\0"
@@ -99,9 +77,9 @@ def expected(request: Request) -> tuple[list[int], str]:
     """The tokens and the finish reason of a request that runs alone and undisturbed on the `sim` device."""
     n = request.max_tokens
     sim = SimTokens(1, VOCAB)
-    sim.admit(0, request)
+    sim.init_slot(0, request)
     positions = np.arange(request.prompt_len, request.prompt_len + n)
-    return expected_of(request, draw(sim.base[np.zeros(n, np.intp)], positions).tolist())
+    return expected_of(request, sim.draw(np.zeros(n, np.intp), positions).tolist())
 
 
 def expected_of(request: Request, drawn: Sequence[int]) -> tuple[list[int], str]:

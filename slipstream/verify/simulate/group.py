@@ -5,24 +5,24 @@ later. The leader's machine is told the virtual time; nothing here reads a clock
 """
 
 import random
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, assert_never
 
-from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
+from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore, SetState
 from slipstream.log.entries import Entry, Forget, Prepared, Reply, RequestBody
-from slipstream.log.state import Limits
+from slipstream.rank.effects import Interpreter
 from slipstream.rank.events import (
     Arrived,
-    Compiled,
-    Effect,
+    DeviceEffect,
     Launch,
     LaunchForward,
     LaunchSample,
     Poison,
     Prepare,
+    ResourcesReady,
     Send,
     SendReply,
     SendToFront,
+    Span,
     Tick,
     Wake,
 )
@@ -46,17 +46,17 @@ class Raised(Exception):
     """What an injected fault raises in a rank."""
 
 
-class SimulatedGroup:
+class SimulatedGroup(Interpreter):
     def __init__(self, run: "Run", scenario: Scenario, faults: tuple[Fault, ...]):
         self.run = run
         self.scenario = scenario
         self.size = scenario.size
         self.random = random.Random(scenario.noise + run.incarnations)
-        self.limits = Limits(
-            scenario.pages, scenario.slots, scenario.max_len, scenario.page_size, scenario.caching, scenario.host_pages
-        )
+        self.widths = random.Random(scenario.noise)
+        self.limits = scenario.limits
         replica = run.make_replica(self.limits)
         planner = run.make_planner(replica, Budget(scenario.cap, scenario.target), scenario.max_queue)
+        planner.row_width = self.draw_width
         planner.admission.short, planner.admission.long_under_way = scenario.short, scenario.long_under_way
         self.leader = Leader(replica, planner, self.size, scenario.asynchronous)
         self.ranks: list[Rank] = [self.leader, *(Rank(i, run.make_replica(self.limits)) for i in range(1, self.size))]
@@ -72,21 +72,11 @@ class SimulatedGroup:
         self.reason = ""
         self.wake_at = 0.0
         self.progress: tuple[tuple[int, ...], float] = ((), 0.0)
-        run_at, delay = run.at, self.random.random
-        self.handlers: dict[type, Callable[[int, Any], None]] = {
-            Launch: self.launch,
-            SendReply: lambda rank, e: self.answer(rank, e.reply),
-            SendToFront: lambda rank, e: run.tell(e.message),
-            Send: lambda rank, e: self.send(e.message),
-            InitSlot: lambda rank, e: self.stream.queue(rank, e, (e.slot, e.request.id)),
-            LaunchForward: lambda rank, e: self.forward(rank, e.batch),
-            LaunchSample: lambda rank, e: self.stream.sample(rank, e.seq, e.masks, e.discarded),
-            Offload: lambda rank, e: self.stream.queue(rank, e, tuple(e)),
-            Restore: lambda rank, e: self.stream.queue(rank, e, tuple(e)),
-            Prepare: lambda rank, e: run_at(run.now + STEP * delay(), self.compile, (rank, e)),
-            Wake: lambda rank, e: self.wake(e.at),
-            Poison: lambda rank, e: self.poison(e.reason),
-        }
+        self.acting = 0  # the rank whose effects are carried out
+
+    def draw_width(self) -> int:
+        """Any width that the limits allow, in place of the planner's own choice."""
+        return self.widths.randint(1, self.limits.width) if self.limits.width > 1 else 1
 
     # --- events
 
@@ -103,13 +93,14 @@ class SimulatedGroup:
                 return
             del self.frozen[rank]
         try:
-            self.perform(rank, self.ranks[rank].on(event, run.now))  # type: ignore[arg-type]
+            self.acting = rank
+            self.perform(self.ranks[rank].on(event, run.now))  # type: ignore[arg-type]
         except Violation:
             raise
         except Exception as e:
             if not self.broken:
                 raise Violation(f"rank {rank} raised {type(e).__name__}: {e}") from e
-            self.poison(f"rank {rank} raised {type(e).__name__}: {e}")
+            self.give_up(f"rank {rank} raised {type(e).__name__}: {e}")
 
     def resume(self, held: tuple[int, object]) -> None:
         self.on(*held)
@@ -134,22 +125,39 @@ class SimulatedGroup:
 
     # --- effects
 
-    def perform(self, rank: int, effects: Iterable[Effect]) -> None:
-        handlers = self.handlers
-        for effect in effects:
-            handler = handlers.get(type(effect))
-            if handler is not None:
-                handler(rank, effect)
+    def device(self, effect: DeviceEffect) -> None:
+        rank, stream = self.acting, self.stream
+        match effect:
+            case Launch():
+                self.forward(rank, effect.batch)
+                stream.sample(rank, effect.batch.seq, None, frozenset())
+            case LaunchForward():
+                self.forward(rank, effect.batch)
+            case LaunchSample():
+                stream.sample(rank, effect.seq, effect.masks, effect.discarded)
+            case InitSlot():
+                stream.queue(rank, effect, (effect.slot, effect.request.id))
+            case SetState() | Offload() | Restore():
+                stream.queue(rank, effect, (type(effect), *effect))
+            case _:
+                assert_never(effect)
 
-    def launch(self, rank: int, effect: Launch) -> None:
-        self.forward(rank, effect.batch)
-        self.stream.sample(rank, effect.batch.seq, None, frozenset())
+    def prepare(self, effect: Prepare) -> None:
+        run = self.run
+        run.at(run.now + STEP * self.random.random(), self.make, (self.acting, effect))
 
-    def wake(self, at: float) -> None:
-        self.wake_at = at
-        self.run.at(at, self.tick, at)
+    def send_to_front(self, effect: SendToFront) -> None:
+        self.run.tell(effect.message)
 
-    def send(self, message: Entry | RequestBody | Forget) -> None:
+    def span(self, effect: Span) -> None:
+        """Nobody looks at host times here."""
+
+    def wake(self, effect: Wake) -> None:
+        self.wake_at = effect.at
+        self.run.at(effect.at, self.tick, effect.at)
+
+    def send(self, effect: Send) -> None:
+        message = effect.message
         loss = ""
         if isinstance(message, Entry):
             self.run.wrote(message)
@@ -175,12 +183,13 @@ class SimulatedGroup:
         n = self.counts[kind, rank] = self.counts.get((kind, rank), -1) + 1
         return n == fault.nth
 
-    def compile(self, what: tuple[int, Prepare]) -> None:
+    def make(self, what: tuple[int, Prepare]) -> None:
         rank, effect = what
         try:
-            self.on(rank, Compiled(effect.id, ToyMatcher(effect.grammar)))
+            ready = ResourcesReady(effect.id, {each.kind: ToyMatcher(each.spec) for each in effect.resources})
         except ValueError as e:
-            self.on(rank, Compiled(effect.id, None, str(e)))
+            ready = ResourcesReady(effect.id, {}, str(e))
+        self.on(rank, ready)
 
     def forward(self, rank: int, batch: Batch) -> None:
         if self.faults and self.hits("raise", rank):
@@ -188,10 +197,8 @@ class SimulatedGroup:
             raise Raised("an injected fault")
         if len(self.ranks[rank].replica.flights) > RING:
             raise Violation(f"rank {rank} has {len(self.ranks[rank].replica.flights)} steps in flight")
-        b = batch
-        self.stream.queue(
-            rank, b, (b.seq, b.slots.tobytes(), b.starts.tobytes(), b.counts.tobytes(), b.samples.tobytes(), b.pages.tobytes())
-        )
+        columns = (batch.slots, batch.starts, batch.counts, batch.sampled, batch.pages)
+        self.stream.queue(rank, batch, (batch.seq, *(c.tobytes() for c in columns), batch.saves))
 
     def differs(self, text: str) -> None:
         """Ranks do unlike things: never, unless a fault was injected; then the device hangs until that is noticed."""
@@ -207,8 +214,9 @@ class SimulatedGroup:
             self.last[2][rank] = late
             self.run.at(late, self.arrive, (rank, outcome))
 
-    def answer(self, rank: int, reply: Reply | Prepared) -> None:
+    def reply(self, effect: SendReply) -> None:
         """Every rank's digest of an entry must be the first one's; then a follower's reply goes its way."""
+        rank, reply = self.acting, effect.reply
         if isinstance(reply, Prepared):
             if rank:
                 self.run.at(self.delay(1, rank), self.deliver_reply, reply)
@@ -244,7 +252,10 @@ class SimulatedGroup:
 
     # --- the supervisor's part
 
-    def poison(self, reason: str) -> None:
+    def poison(self, effect: Poison) -> None:
+        self.give_up(effect.reason)
+
+    def give_up(self, reason: str) -> None:
         self.dead = True
         self.reason = reason
         if not self.broken:
@@ -264,7 +275,7 @@ class SimulatedGroup:
 
     def bury(self, fault: Fault) -> None:
         if not self.dead:
-            self.poison(f"rank {fault.rank} " + ("ended by itself" if fault.kind == "die" else "makes no progress"))
+            self.give_up(f"rank {fault.rank} " + ("ended by itself" if fault.kind == "die" else "makes no progress"))
 
     def beat(self) -> None:
         """What the driver and the supervisor do now and then: an idle leader's tick, and the look at the progress."""
@@ -279,7 +290,7 @@ class SimulatedGroup:
         if mark != self.progress[0] or not busy:
             self.progress = (mark, now)
         elif now - self.progress[1] > STEP_TIMEOUT:
-            self.poison(f"no progress for {STEP_TIMEOUT:g} s, at {mark}")
+            self.give_up(f"no progress for {STEP_TIMEOUT:g} s, at {mark}")
 
     def bounds(self) -> None:
         leader = self.leader

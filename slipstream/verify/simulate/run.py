@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.log.caches import Limits
 from slipstream.log.entries import Entry
 from slipstream.log.replica import Replica
-from slipstream.log.state import Limits
 from slipstream.process.protocol import Finished, PromptLogprobs, Refused, Started, ToFront, Tokens
 from slipstream.rank.events import Aborted, Submitted
 from slipstream.schedule.budget import Budget
@@ -159,7 +159,7 @@ class Run:
         del self.live[id]
         request, s = self.clients[id].request, self.scenario
         length = request.prompt_len + request.max_tokens
-        never = length > s.max_len or -(-length // s.page_size) > s.pages
+        never = length > s.max_len or s.limits.pages_of(length) > s.pages
         if message.status != 400 if never else message.status == 400 and not impossible(request):
             raise Violation(f"request {id} of {length} tokens is refused with {message.status}")
         if id in self.open:
@@ -236,9 +236,8 @@ def describe(entry: Entry) -> str:
         f"{type(c).__name__.lower()}({', '.join(str(x) for x in c.__struct_fields__ and _values(c))})" for c in entry.commands
     ]
     if entry.step is not None:
-        slots, starts, counts = entry.step.columns()
-        rows = " ".join(f"{s}:[{a},{a + c})" for s, a, c in zip(slots, starts, counts, strict=True))
-        parts.append(("decode " if entry.step.decode else "") + rows + f" order {entry.step.order}")
+        rows = " ".join(f"{s}:[{a},{a + c})/{n}" for s, a, c, n in zip(*entry.step.columns(), strict=True))
+        parts.append((f"decode {entry.step.decode} " if entry.step.decode else "") + rows + f" order {entry.step.order}")
     return "; ".join(parts)
 
 

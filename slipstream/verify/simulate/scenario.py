@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.log.caches import Limits, TableLimits
 from slipstream.log.request import Request, SamplingParams
 from slipstream.schedule.admission import LONG_UNDER_WAY, SHORT
 from slipstream.verify.common.toy import VOCAB
@@ -62,8 +63,19 @@ class Scenario:
     jitter: float = 1e-4  # seconds, scale of delays of messages and outcomes
     spike: float = 0.0  # share of delays that are a hundred times longer
     slow: tuple[float, ...] = field(default=(1.0,))  # factor of each rank's delays
+    width: int = 1  # tokens that a row may give at most
+    window: int = 0  # tokens of a second page table; 0: there is none
+    snapshot_tokens: int = 0  # 0: the model has no state
+    snapshots: int = 0
     short: int = SHORT  # tokens of a short prompt
     long_under_way: int = LONG_UNDER_WAY
+
+    @property
+    def limits(self) -> Limits:
+        windows = (0, self.window) if self.window else (0,)
+        tables = tuple(TableLimits(self.pages, window, self.host_pages) for window in windows)
+        state = (self.snapshots, self.snapshot_tokens)
+        return Limits(tables, self.slots, self.max_len, self.page_size, self.caching, *state, self.width)
 
 
 def draw(seed: int) -> Scenario:
@@ -97,6 +109,10 @@ def draw(seed: int) -> Scenario:
         jitter=jitter,
         spike=r.choice((0.0, 0.0, 0.01)),
         slow=tuple(r.choice((1.0, 1.0, 1.0, 10.0)) for _ in range(size)),
+        width=r.choice((1, 1, 1, 2, 3, 5)),
+        window=r.choice((0, 0, 0, 5, 16, 24)),
+        snapshot_tokens=(state := r.choice((0, 0, 0, 1, 2)) * page_size),
+        snapshots=r.choice((1, 4, 30)) if state else 0,
         short=r.choice((4, 10, 20, SHORT)),
         long_under_way=r.choice((1, 2, LONG_UNDER_WAY)),
     )

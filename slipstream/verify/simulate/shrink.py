@@ -43,6 +43,13 @@ def candidates(s: Scenario) -> Iterator[Scenario]:
         yield replace(s, size=s.size - 1, faults=tuple(f for f in s.faults if f.rank < s.size - 1), slow=s.slow[:-1])
     if (s.short, s.long_under_way) != (SHORT, LONG_UNDER_WAY):
         yield replace(s, short=SHORT, long_under_way=LONG_UNDER_WAY)
+    if s.width > 1:
+        yield replace(s, width=1)
+        yield replace(s, width=s.width - 1)
+    if s.window:
+        yield replace(s, window=0)
+    if s.snapshot_tokens:
+        yield replace(s, snapshot_tokens=0, snapshots=0)
     if s.spike:
         yield replace(s, spike=0.0)
     if set(s.slow) != {1.0}:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.log.batch import Batch, InitSlot, Offload, Outcome, Restore
-from slipstream.log.state import Limits
+from slipstream.device.sim import NO_MASKS, SimTokens
+from slipstream.log.batch import Batch, DeviceOp, InitSlot, Outcome
+from slipstream.log.caches import Limits
 from slipstream.verify.common.memory import Memory
-from slipstream.verify.common.toy import DEAD_END, Draws, choose
+from slipstream.verify.common.toy import VOCAB
 
-Operation = Batch | InitSlot | Offload | Restore
+Operation = Batch | DeviceOp
 
 
 class Queued:
@@ -31,8 +32,8 @@ class Stream:
 
     def __init__(self, size: int, limits: Limits, differs: Callable[[str], None], ran: Callable[[Batch, Outcome], None]):
         self.size = size
-        self.memory = Memory(limits)
-        self.tokens = Draws(limits.slots)
+        self.tokens = SimTokens(limits.slots, VOCAB, limits.width - 1)
+        self.memory = Memory(limits, self.tokens)
         self.waiting: deque[Queued] = deque()  # what some rank has queued and not all, in order
         self.differs, self.ran = differs, ran
         self._done = 0  # operations that have run
@@ -67,13 +68,10 @@ class Stream:
         while waiting and waiting[0].queued == self.size:
             queued = waiting[0]
             what = queued.what
-            if isinstance(what, InitSlot):
-                self.memory.seat(what.slot, what.request)
-                self.tokens.admit(what.slot, what.request)
-            elif isinstance(what, Offload):
-                self.memory.offload(what.pages, what.host)
-            elif isinstance(what, Restore):
-                self.memory.restore(what.host, what.pages)
+            if not isinstance(what, Batch):
+                self.memory.queue(what)
+                if isinstance(what, InitSlot):
+                    self.tokens.init_slot(what.slot, what.request)
             elif queued.sampled == self.size:
                 self.memory.run(what)
                 self.ran(what, self._outcome(queued, what))
@@ -83,27 +81,15 @@ class Stream:
             self._done += 1
 
     def _outcome(self, queued: Queued, batch: Batch) -> Outcome:
-        slots, ends = batch.slots.astype(np.intp), batch.starts + batch.counts
-        if batch.decodes < len(slots):
-            rows = batch.samples
-            slots, ends = slots[rows], ends[rows]
-        ends = ends.astype(np.intp)
-        outcome = self.tokens.sample(batch, slots, ends)
-        if queued.masks:
-            for i, slot in enumerate(slots.tolist()):
-                mask = queued.masks.get(slot)
-                if mask is not None:
-                    token = choose(int(outcome.tokens[i]), mask)
-                    outcome.tokens[i] = token
-                    if token < 0:
-                        outcome.errors[i] = DEAD_END
-        self.memory.sampled(slots, ends, outcome.tokens)
+        first = self.tokens.length[batch.slots[batch.judged]]
+        outcome = self.tokens.sample(batch, queued.masks or NO_MASKS)
+        self.memory.sampled(batch, first, outcome)
         return outcome
 
 
 def same_masks(queued: Queued, masks: dict[int, np.ndarray], over: frozenset[int]) -> bool:
     own = queued.masks or {}
-    return over == queued.over and own.keys() == masks.keys() and all((own[s] == masks[s]).all() for s in own)
+    return over == queued.over and own.keys() == masks.keys() and all(np.array_equal(own[s], masks[s]) for s in own)
 
 
 def words(what: Operation) -> str:
