@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from tests.serve.fake import EOS, WORDS, Script, wait_for
+from tests.serve.fake import EOS, START, WORDS, Script, wait_for
 
 W = {w: 258 + i for i, w in enumerate(WORDS)}
 
@@ -84,6 +84,16 @@ def test_a_stop_string_may_be_shown_and_waits_for_min_tokens(front):
     assert one(front, stop="STOP", include_stop_str_in_output=True)["choices"][0]["text"] == "xSTOP"
     assert one(front, stop="STOP", min_tokens=7)["choices"][0]["text"] == "xSTOPy"
     assert one(front, stop=["ST", "OP", "never"])["choices"][0]["stop_reason"] == "ST"
+
+
+def test_a_stop_string_may_name_a_special_token_that_is_not_shown(front):
+    front.script = Script([*b"ab", START, *b"cd", EOS])
+    for stop, text in (("<|start|>", "ab"), ("<|start|>c", "ab"), ("b<|start|>", "a"), ("bc", "a"), ("<|start|>d", "abcd")):
+        c = one(front, stop=["never", stop], return_token_ids=True)["choices"][0]
+        assert (c["text"], c["finish_reason"], c["stop_reason"]) == (text, "stop", None if text == "abcd" else stop)
+    assert one(front, stop="<|start|>", skip_special_tokens=False)["choices"][0]["text"] == "ab"
+    assert one(front, stop="<|start|>", include_stop_str_in_output=True)["choices"][0]["text"] == "ab<|start|>"
+    assert one(front, stop="<|end|>", ignore_eos=True, max_tokens=9)["choices"][0]["stop_reason"] == "<|end|>"
 
 
 def test_half_a_stop_string_at_the_end_is_text(front):

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from slipstream.serve.openai.response_store import DATA_BYTES, ResponseStore
-from tests.serve.fake import EOS, Script, wait_for
+from tests.serve.fake import EOS, START, Script, wait_for
 from tests.serve.test_chat import prompt_of
 from tests.serve.test_tools import CALL, thinking  # noqa: F401
 
@@ -118,6 +118,17 @@ def test_parameters_beyond_openai_s_reach_the_engine(roomy):
     assert (s.presence_penalty, s.frequency_penalty) == (0.5, 0.25)
     r = roomy.client.post("/v1/responses", json={"input": "x", "stop": ["ll"]}).json()
     assert r["status"] == "completed" and r["output"][0]["content"][0]["text"] == "he"
+
+
+def test_a_stop_string_may_name_a_special_token_where_an_answer_is_read_in_parts(roomy):
+    roomy.script = Script([*b"ab", START, *b"cd", EOS])
+    for path, body in (
+        ("/v1/responses", {"input": "x", "stop": ["<|start|>c"]}),
+        ("/v1/messages", {"stop_sequences": ["<|start|>"]}),
+    ):
+        more = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9} if path == "/v1/messages" else {}
+        r = roomy.client.post(path, json={**body, **more}).json()
+        assert "'ab'" in str(r) and "cd" not in str(r) and r.get("stop_sequence", "<|start|>") == "<|start|>"
 
 
 def test_an_answer_that_was_cut_off_is_incomplete(client, roomy):

@@ -76,7 +76,7 @@ class Choice:
         self._reader = Reader(reading, prompt.thinking) if reading is not None else None
         keep = reading.keep if reading is not None else frozenset()
         self._stream = tokenizer.stream(skip_special_tokens=plan.skip_special, continues=True, keep=keep)
-        self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
+        self._stops = StopStrings(plan.stops, plan.include_stop, plan.stop_names.values()) if plan.stops else None
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._end_token: int | None = None
         self._fresh: list[str] = []  # text not yet taken
@@ -126,21 +126,32 @@ class Choice:
             self._end_token = token
             if token in plan.end_ids or not plan.include_stop:
                 return
-        text = self._stream.push(token)
-        if self._reader is not None:
+        text, armed = self._stream.push(token), len(ids) >= plan.min_tokens
+        if token in plan.stop_names:
+            self._named(plan.stop_names[token], armed)
+        elif self._reader is not None:
             thought = self._reader.thinks
-            self._read(self._reader.push(text), len(ids) >= plan.min_tokens)
+            self._read(self._reader.push(text), armed)
             self.reasoning_tokens += thought or self._reader.thinks
         elif text:
             self._length += len(text)
-            self._text(text, len(ids) >= plan.min_tokens)
+            self._text(text, armed)
 
-    def _text(self, text: str, armed: bool) -> bool:
+    def _named(self, name: str, armed: bool) -> None:
+        """Takes a special token that is not shown, but that a stop string names."""
+        if self._reader is not None and self._reader.thinks:
+            self.reasoning_tokens += 1
+            return
+        self._text(name, armed, hidden=True)
+        if self._reader is not None:
+            self._tell_content()
+
+    def _text(self, text: str, armed: bool, hidden: bool = False) -> bool:
         """Lets text through the stop strings; whether one was found, which ends the answer."""
         if self._stops is None:
             self._fresh.append(text)
             return False
-        text, found = self._stops.push(text, armed)
+        text, found = self._stops.push(text, armed, hidden)
         if text:
             self._fresh.append(text)
         if found is None:
