@@ -121,6 +121,21 @@ def test_the_last_message_is_continued_where_its_text_ends():
         render(source, messages, continue_final_message=True)
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n", " \n\n"])
+def test_a_blank_beginning_of_an_answer_leaves_the_turn_s_head_whole(blank):
+    messages = [*HELLO, {"role": "assistant", "content": blank}]
+    for shown, left in (
+        ("m.content", blank),
+        ("m.content | trim", ""),
+        ("m.content.rstrip()", ""),
+        ("m.content.lstrip()", ""),
+        ("m.content.lstrip(' ')", blank.lstrip(" ")),
+    ):
+        source = "{% for m in messages %}<s>{{ m.role + '\n' + " + shown + " }}</s>{% endfor %}"
+        text = render(source, messages, add_generation_prompt=False, continue_final_message=True)
+        assert text == "<s>user\nhello</s><s>assistant\n" + left, shown
+
+
 def test_threads_share_one_template():
     template = ChatTemplate("{{ messages[0].content }}")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:

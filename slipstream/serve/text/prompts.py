@@ -158,9 +158,8 @@ def chat_prompt(
 ) -> Prompt:
     """Raises BadRequest for a conversation that the template refuses or that does not fit."""
     ids = templated(body, tokenizer, limits, tools, dialect)
-    thinking = left_by_prompt(ids, tokenizer) if dialect.thinking != "none" else ""
-    if body.continue_final_message:
-        thinking = thinking or "closed"
+    begun = _plain(0, body.messages[-1])["content"] if body.continue_final_message else ""
+    thinking = left_by_prompt(ids, tokenizer, begun) if dialect.thinking != "none" else ""
     return replace(_fit(ids, plan, limits, "messages", None, tokenizer), thinking=thinking)
 
 
