@@ -148,6 +148,23 @@ def test_echo_without_an_answer(front):
     assert c["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 512])
+def test_a_prompt_of_the_model_s_whole_length_is_scored_without_an_answer(front, length):
+    ids = [97 + i % 26 for i in range(length)]
+    front.script = lambda r: Script([id for id, _ in r.sampling.logit_bias] or [EOS])
+    b = one(front, prompt=ids, echo=True, max_tokens=0, logprobs=1, bad_words=["z"], n=2)
+    for c in b["choices"]:
+        assert c["text"] == bytes(ids).decode() and c["finish_reason"] == "length"
+        assert c["logprobs"]["token_logprobs"] == [None, *(-id / 1000 for id in ids[1:])]
+        assert c["logprobs"]["top_logprobs"][1:] == [{chr(id): -id / 1000} for id in ids[1:]]
+    assert b["usage"]["prompt_tokens"] == length and b["usage"]["completion_tokens"] == 0
+    r = front.leader.requests[-1]
+    assert r.prompt_len + r.max_tokens == max(2, length)
+    assert one(front, prompt=ids, echo=True, max_tokens=0)["choices"][0]["text"] == bytes(ids).decode()
+    r = front.complete(prompt=ids, echo=True, max_tokens=1)
+    assert r.status_code == (400 if length == 512 else 200)
+
+
 def test_prompt_logprobs_in_vllm_s_form(front):
     c = one(front, prompt="abc", prompt_logprobs=1)["choices"][0]
     assert c["prompt_logprobs"][0] is None

@@ -1,6 +1,7 @@
 """The two generating routes: all is checked and tokenized before anything is submitted, then answered whole or streamed."""
 
 import time
+from array import array
 from collections.abc import Callable
 
 import msgspec
@@ -9,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import BadRequest
-from slipstream.log.request import Request
+from slipstream.log.request import Request, SamplingParams
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
@@ -23,6 +24,7 @@ from slipstream.serve.text.logprobs import TokenNames
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, completion_prompts, prepare, size_of
 
+FORCING = 1e9  # a logit bias that no logit outweighs
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -67,21 +69,34 @@ async def completions(http: HttpRequest) -> Response:
 def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
     """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k).
 
-    Raises BadRequest for more than can ever run and wait together: they would be refused later just the same.
+    Raises BadRequest for more than may wait: all wait at first, so an idle server would refuse them just the same.
     """
-    count, config = plan.n * len(prompts), front.engine_config
-    if count > config.max_queue + config.max_num_seqs:
+    count, most = plan.n * len(prompts), front.engine_config.max_queue
+    if count > most:
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
-        most = f"{config.max_num_seqs} (--max-num-seqs) run and {config.max_queue} (--max-queue) wait at a time"
-        raise BadRequest(f"{what} make {count} requests, of which {most}; send fewer together", param)
+        raise BadRequest(f"{what} make {count} requests, of which {most} (--max-queue) can wait; send fewer together", param)
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
     grammar, out = plan.grammar, []
     for prompt in prompts:
         packed = prompt.ids.tobytes()
         for sampling in samplings:
-            id = front.engine.next_id()
-            out.append((prompt, Request(id, packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)))
+            request = Request(front.engine.next_id(), packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)
+            out.append((prompt, _scored(request) if plan.discard else request))
     return out
+
+
+def _scored(request: Request) -> Request:
+    """A request that generates nothing, for an engine that generates at least one token: the prompt's last token is forced.
+
+    Its log probabilities come with it, as they would with the prompt, and the prompt may be as long as the model allows. A
+    prompt of one token has no log probabilities; the engine generates a token then, which nobody sees.
+    """
+    ids, sampling = request.prompt, request.sampling
+    if request.prompt_len == 1:
+        return request
+    last, shown = array("i", ids[-4:])[0], sampling.prompt_logprobs
+    forced = SamplingParams(0.0, seed=sampling.seed, logit_bias=((last, FORCING),), logprobs=shown, prompt_logprobs=shown)
+    return msgspec.structs.replace(request, prompt=ids[:-4], sampling=forced, grammar=b"")
 
 
 MakeForm = Callable[

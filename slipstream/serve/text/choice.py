@@ -116,6 +116,8 @@ class Choice:
         times.last = now
         plan = self.plan
         if plan.discard:
+            if logprobs is not None and len(self.prompt.ids) > 1:  # the token is the prompt's last
+                self.prompt_logprobs(len(self.prompt.ids) - 1, [logprobs])
             return
         ids = self.ids
         ids.append(token)

@@ -39,7 +39,7 @@ class GenerationParams:
     logprobs: int = -1  # alternatives shown per token, -1: no log probabilities
     prompt_logprobs: int = -1  # in vLLM's form
     echo: bool = False
-    discard: bool = False  # max_tokens 0: one token is generated and not shown
+    discard: bool = False  # max_tokens 0: what the engine generates is not shown
     priority: int = 0
     salt: bytes = b""
     structure: Structure | None = None  # what binds the answer

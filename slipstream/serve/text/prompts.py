@@ -116,11 +116,11 @@ def _fit(
     param, room = name.partition("[")[0], limits.max_len - len(ids)
     if not ids:
         raise BadRequest(f"{name}: must hold at least one token", param)
-    if room < 1:
+    if room < (0 if plan.discard else 1):
         raise BadRequest(f"{name}: {len(ids)} tokens; the model takes {limits.max_len} with the answer's", param)
     if plan.max_tokens is not None:
         max_tokens = max(1, plan.max_tokens)
-        if max_tokens > room:
+        if plan.max_tokens > room:
             what = (
                 f"{plan.max_tokens_param}: {max_tokens} and the prompt's {len(ids)} tokens exceed the model's {limits.max_len}"
             )
