@@ -74,7 +74,7 @@ def to_failure(error: Exception) -> Failure:
     return Failure(500, "internal error", code="internal_error")
 
 
-_AT = re.compile(r" - at `\$\.?(.*)`$")
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
 
 

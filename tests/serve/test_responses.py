@@ -1,11 +1,12 @@
 """/v1/responses, with the `openai` client and by hand."""
 
 import json
+from urllib.parse import unquote
 
 import openai
 import pytest
 
-from slipstream.serve.openai.response_store import DATA_BYTES, ResponseStore
+from slipstream.serve.openai.response_store import RECORD_BYTES, ResponseStore
 from tests.serve.fake import EOS, START, Script, wait_for
 from tests.serve.test_chat import prompt_of
 from tests.serve.test_tools import CALL, thinking  # noqa: F401
@@ -122,13 +123,11 @@ def test_parameters_beyond_openai_s_reach_the_engine(roomy):
 
 def test_a_stop_string_may_name_a_special_token_where_an_answer_is_read_in_parts(roomy):
     roomy.script = Script([*b"ab", START, *b"cd", EOS])
-    for path, body in (
-        ("/v1/responses", {"input": "x", "stop": ["<|start|>c"]}),
-        ("/v1/messages", {"stop_sequences": ["<|start|>"]}),
-    ):
-        more = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9} if path == "/v1/messages" else {}
-        r = roomy.client.post(path, json={**body, **more}).json()
-        assert "'ab'" in str(r) and "cd" not in str(r) and r.get("stop_sequence", "<|start|>") == "<|start|>"
+    r = roomy.client.post("/v1/responses", json={"input": "x", "stop": ["<|start|>c"]}).json()
+    assert r["output"][0]["content"][0]["text"] == "ab"
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stop_sequences": ["<|start|>"]}
+    r = roomy.client.post("/v1/messages", json=body).json()
+    assert r["content"][0]["text"] == "ab" and r["stop_sequence"] == "<|start|>"
 
 
 def test_an_answer_that_was_cut_off_is_incomplete(client, roomy):
@@ -199,18 +198,81 @@ def test_bad_fields_are_named_as_the_client_knows_them(roomy, change, param):
     assert not roomy.leader.requests
 
 
-def test_a_shelf_is_bounded_expires_and_is_shared():
+def test_others_responses_push_a_background_response_out_and_do_not_end_it(roomy):
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    id = roomy.client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
+    url, aborts = f"/v1/responses/{id}", len(roomy.leader.aborts)
+
+    def push_out():
+        for i in range(17):
+            assert roomy.front.response_store.put(f"{i:024x}", bytes(RECORD_BYTES))
+
+    roomy.call(push_out)
+    wait_for(lambda: roomy.client.get(url).status_code == 200)
+    assert roomy.client.get(url).json()["status"] == "in_progress" and len(roomy.leader.aborts) == aborts
+    assert roomy.client.post(url + "/cancel").json()["status"] == "cancelled"
+    wait_for(lambda: len(roomy.leader.aborts) > aborts)
+
+
+def test_a_deleted_background_response_ends_and_stays_away(roomy):
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    url = "/v1/responses/" + roomy.client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
+    aborts = len(roomy.leader.aborts)
+    assert roomy.client.delete(url).status_code == 200
+    wait_for(lambda: len(roomy.leader.aborts) > aborts and not roomy.front.open)
+    assert roomy.client.get(url).status_code == 404
+
+
+def test_a_response_that_is_too_large_to_be_stored_says_so(roomy, monkeypatch):
+    monkeypatch.setattr("slipstream.serve.openai.response_store.RECORD_BYTES", 3000)
+    monkeypatch.setattr("slipstream.serve.openai.responses.RECORD_BYTES", 3000)
+    body = {"input": "x" * 2500}
+    r = roomy.client.post("/v1/responses", json=body).json()
+    assert r["status"] == "completed" and r["store"] is False
+    assert roomy.client.get(f"/v1/responses/{r['id']}").status_code == 404
+    r = roomy.client.post("/v1/responses", json={**body, "background": True}).json()
+    url = f"/v1/responses/{r['id']}"
+    wait_for(lambda: roomy.client.get(url).json()["status"] == "failed")
+    assert "3000 bytes" in roomy.client.get(url).json()["error"]["message"]
+    r = roomy.client.post("/v1/responses", json={"input": "x", "instructions": "y" * 3000, "background": True})
+    assert r.status_code == 400 and r.json()["error"]["param"] == "background"
+    assert roomy.client.post("/v1/responses", json={"input": "x"}).json()["store"] is True
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{str(i): "x" for i in range(17)}, {"k" * 65: "x"}, {"k": "v" * 513}, {"k": 1}],
+    ids=["keys", "key", "value", "type"],
+)
+def test_metadata_has_openai_s_bounds(roomy, metadata):
+    r = roomy.client.post("/v1/responses", json={"input": "x", "metadata": metadata})
+    assert r.status_code == 400 and r.json()["error"]["param"].startswith("metadata"), r.text
+    most = {f"{i:064d}": "v" * 512 for i in range(16)}
+    assert roomy.client.post("/v1/responses", json={"input": "x", "metadata": most}).json()["metadata"] == most
+
+
+@pytest.mark.parametrize("key", ["%00" * 24, "0" * 23 + "%00", "0" * 24, "z" * 24, "%C3%A9" * 12, "", "0" * 25])
+def test_an_id_that_no_response_has_is_not_found(roomy, key):
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        r = roomy.client.request(method, f"/v1/responses/resp_{key}{path}")
+        assert r.status_code == 404, r.text
+    r = roomy.client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_" + unquote(key)})
+    assert r.status_code == 404 and r.json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_store_is_bounded_expires_and_is_shared():
     a = ResponseStore()
     b = ResponseStore(a._fd)
-    keys = [f"{i:024d}" for i in range(6)]
+    keys = [f"{i:024d}" for i in range(18)]
     assert a.put(keys[0], b"x" * 10) and b.get(keys[0]) == b"x" * 10
-    assert not a.put(keys[1], bytes(DATA_BYTES))
-    for i in range(1, 6):
-        assert b.put(keys[i], bytes([i]) * (DATA_BYTES // 4 - 5))
+    assert not a.put(keys[1], bytes(RECORD_BYTES + 1))
+    for i in range(1, 18):
+        assert b.put(keys[i], bytes([i]) * (RECORD_BYTES - 5))
     assert a.get(keys[0]) is None and a.get(keys[1]) is None  # overwritten by what is newer
-    assert a.get(keys[5]) == bytes([5]) * (DATA_BYTES // 4 - 5)  # across the ring's end
-    b.mark(keys[5])
-    a.put(keys[5], b"new")
-    assert a.marked(keys[5]) and b.get(keys[5]) == b"new"
-    assert a.remove(keys[5]) and b.get(keys[5]) is None and not b.remove(keys[5]) and b.marked(keys[5])
-    assert ResponseStore(a._fd, seconds=0.0).get(keys[4]) is None
+    assert not a.removed(keys[0]) and not a.marked(keys[0]) and not a.has(keys[0])
+    assert a.get(keys[17]) == bytes([17]) * (RECORD_BYTES - 5)  # across the ring's end
+    b.mark(keys[17])
+    a.put(keys[17], b"new")
+    assert a.marked(keys[17]) and b.get(keys[17]) == b"new"
+    assert a.remove(keys[17]) and b.get(keys[17]) is None and not b.remove(keys[17]) and b.removed(keys[17])
+    assert ResponseStore(a._fd, seconds=0.0).get(keys[16]) is None

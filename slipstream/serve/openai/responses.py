@@ -1,4 +1,4 @@
-"""/v1/responses: create, retrieve, cancel, delete. What is stored stands on the front ends' shelf: bounded, and for an hour."""
+"""/v1/responses: create, retrieve, cancel, delete. What is stored stands in the front ends' `ResponseStore`: bounded, and for an hour."""
 
 import asyncio
 import secrets
@@ -18,6 +18,7 @@ from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
 from slipstream.serve.openai.chat import plan_chat
 from slipstream.serve.openai.generate import answer, requests_of
+from slipstream.serve.openai.response_store import RECORD_BYTES
 from slipstream.serve.openai.responses_body import NAMES, ResponsesBody, chat_body, conversation, renamed
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
@@ -71,8 +72,11 @@ async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     key = secrets.token_hex(12)
 
     def keep(value: dict[str, Any]) -> None:
-        if body.store is not False and not (body.background and front.response_store.get(key) is None):
-            front.response_store.put(key, encode({"response": value, "messages": [*messages, *conversation(value["output"])]}))
+        if body.store is False or (body.background and front.response_store.removed(key)):
+            return
+        record = encode({"response": value, "messages": [*messages, *conversation(value["output"])]})
+        if not front.response_store.put(key, record):
+            _not_kept(front, key, value)
 
     form = ResponsesWriter(body, front.model, "resp_" + key, int(time.time()), keep)
     if body.background:
@@ -80,11 +84,24 @@ async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     return await answer(http, front, plan, prompts, form.bind, "resp_" + key, born)
 
 
+def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
+    """The response is too large to be stored: it says so, to its own client or, in the background, to those who ask for it."""
+    value["store"] = False
+    if value["background"]:
+        error = {"code": "server_error", "message": f"the response is larger than the {RECORD_BYTES} bytes that can be stored"}
+        front.response_store.put(key, encode({"response": {**value, "status": "failed", "output": [], "error": error}}))
+
+
 async def _begin_in_background(
     front: Front, plan: GenerationParams, prompts: list[Prompt], form: ResponsesWriter, key: str, born: float
 ) -> Response:
     if len(_background) >= MAX_BACKGROUND:
         raise Overloaded(f"{MAX_BACKGROUND} responses run in the background; try again later")
+    record = encode({"response": form.value})
+    if len(record) > RECORD_BYTES:
+        raise BadRequest(
+            f"background: the request has {len(record)} bytes, of which {RECORD_BYTES} can be stored", "background"
+        )
     assert front.tokenizer is not None and front.names is not None and front.grammars is not None
     if plan.structure is not None:
         await front.grammars.check(plan.structure)
@@ -94,22 +111,24 @@ async def _begin_in_background(
     form.bind("", 0, front.model, plan, front.names, [one])
     generation.start([one], _never)
     front.open[generation] = None
-    front.response_store.put(key, encode({"response": form.value, "messages": []}))
-    task = asyncio.get_running_loop().create_task(_run(front, generation, form, key))
+    front.response_store.put(key, record)
+    task = asyncio.get_running_loop().create_task(_run(front, generation, form, key, record))
     _background.add(task)
     task.add_done_callback(_background.discard)
     return as_json(form.value)
 
 
-async def _run(front: Front, generation: Generation, form: ResponsesWriter, key: str) -> None:
+async def _run(front: Front, generation: Generation, form: ResponsesWriter, key: str, record: bytes) -> None:
     """A response without a client, until it has ended, or was cancelled or deleted."""
-    done = asyncio.ensure_future(generation.done())
+    done, store = asyncio.ensure_future(generation.done()), front.response_store
     try:
         while not (await asyncio.wait([done], timeout=CANCEL_SECONDS))[0]:
-            if front.response_store.marked(key):
+            if store.marked(key) or store.removed(key):
                 done.cancel()
                 form.cancel()
                 return
+            if not store.has(key):  # others' records have pushed it out
+                store.put(key, record)
         done.result()
         form.whole()
     except Failed as e:
@@ -126,8 +145,7 @@ async def _never() -> dict:
 
 def _find(front: Front, id: str, param: str) -> dict[str, Any]:
     """The record of a stored response. Raises BadRequest (404)."""
-    key = id.removeprefix("resp_")
-    data = front.response_store.get(key) if id.startswith("resp_") and len(key) == 24 and key.isascii() else None
+    data = front.response_store.get(id.removeprefix("resp_")) if id.startswith("resp_") else None
     if data is None:
         raise BadRequest(f"{param}: no response of this id is stored here; they are kept for an hour at most", param, 404)
     return msgspec.json.decode(data)
