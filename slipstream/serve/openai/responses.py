@@ -1,4 +1,4 @@
-"""/v1/responses: create, retrieve, cancel, delete. What is stored stands in the front ends' `ResponseStore`: bounded, and for an hour."""
+"""/v1/responses: create, retrieve, cancel, delete. Stored responses stand in the front ends' `ResponseStore`."""
 
 import asyncio
 import secrets
