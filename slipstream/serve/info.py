@@ -1,5 +1,6 @@
 """The routes that generate nothing: models, tokens, health, version, metrics, and the page."""
 
+import datetime
 import importlib.resources
 
 import msgspec
@@ -27,15 +28,25 @@ def as_json(value, status: int = 200, **headers: str) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    """GET /v1/models."""
-    return as_json({"object": "list", "data": [_card(http.app.state.front)]})
+    """GET /v1/models. Anthropic's clients, which send a version of its API, get Anthropic's form."""
+    front: Front = http.app.state.front
+    if "anthropic-version" in http.headers:
+        return as_json({"data": [_anthropic_card(front)], "has_more": False, "first_id": front.model, "last_id": front.model})
+    return as_json({"object": "list", "data": [_card(front)]})
 
 
 async def model(http: HttpRequest) -> Response:
     """GET /v1/models/{id}."""
     front: Front = http.app.state.front
     front.check_model(http.path_params["id"])
-    return as_json(_card(front))
+    return as_json(_anthropic_card(front) if "anthropic-version" in http.headers else _card(front))
+
+
+def _anthropic_card(front: Front) -> dict:
+    created = datetime.datetime.fromtimestamp(front.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    most = front.engine.limits.max_len if front.engine.limits else None
+    card = {"type": "model", "id": front.model, "display_name": front.model, "created_at": created, "lifecycle": "active"}
+    return {**card, "max_input_tokens": most, "max_tokens": most}
 
 
 def _card(front: Front) -> dict:

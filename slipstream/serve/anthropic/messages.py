@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.errors import BadRequest
-from slipstream.serve.anthropic.messages_body import NAMES, CountTokensBody, MessagesBody, chat_body
+from slipstream.serve.anthropic.messages_body import NAMES, CountTokensBody, MessagesBody, chat_body, check_thread
 from slipstream.serve.anthropic.messages_writer import MessagesWriter
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
@@ -31,10 +31,11 @@ def routes() -> list[Route]:
 
 async def _plan(front: Front, body: CountTokensBody) -> tuple[GenerationParams, list[Prompt]]:
     front.check_model(body.model)
+    check_thread(body)
     tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
 
     def work() -> tuple[GenerationParams, list[Prompt]]:
-        chat: ChatBody = chat_body(body)
+        chat: ChatBody = chat_body(body, front.dialect.grades_effort)
         return plan_chat(chat, front.dialect, tokenizer, limits)
 
     try:

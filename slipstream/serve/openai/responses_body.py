@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from slipstream.errors import BadRequest
 from slipstream.serve.errors import to_bad_request
+from slipstream.serve.ignored import Ignored
 from slipstream.serve.openai.bodies import (
     MAX_STOPS,
     ChatBody,
@@ -17,6 +18,7 @@ from slipstream.serve.openai.bodies import (
     Positive,
     StopString,
     TokenId,
+    Verbosity,
 )
 
 # what is called otherwise in the chat body, whose checks name it
@@ -35,7 +37,8 @@ _SAME = (
 )  # fmt: skip
 
 
-class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -46,9 +49,14 @@ class ChosenFunction(msgspec.Struct, tag_field="type", tag="function", forbid_un
     name: str
 
 
+class AllowedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
 class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Meta(min_length=1)]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +69,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,9 +79,10 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
+    include_usage: bool | None = None  # chat's; the last event of a response has it always
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(Ignored, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
     model: str | None = None
     instructions: str | None = None
@@ -109,22 +118,21 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # accepted, because nothing here could depend on them
-    user: Any = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     # OpenAI's, not had here: null or absent
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
-    context_management: None = None
 
 
 class TextContent(msgspec.Struct, kw_only=True):
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None  # in the place of `text`, as the type says
+
+    def __post_init__(self) -> None:
+        field = "refusal" if self.type == "refusal" else "text"
+        if getattr(self, field) is None:
+            raise ValueError(f"Object missing required field `{field}`")
 
 
 class MessageItem(msgspec.Struct, kw_only=True):
@@ -199,7 +207,7 @@ def _add(out: list[dict[str, Any]], item: Any) -> None:
 
 
 def _text(content: str | list[TextContent]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text or part.refusal or "" for part in content)
 
 
 def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
@@ -220,9 +228,9 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
         raise renamed(to_bad_request(e), NAMES) from None
 
 
-def _choice(choice: str | ChosenFunction | ChosenTools | None) -> Any:
+def _choice(choice: str | ChosenFunction | AllowedFunction | ChosenTools | None) -> Any:
     """In chat's form."""
-    if isinstance(choice, ChosenFunction):
+    if isinstance(choice, ChosenFunction | AllowedFunction):
         return {"type": "function", "function": {"name": choice.name}}
     if isinstance(choice, ChosenTools):
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_choice(t) for t in choice.tools]}}
@@ -230,7 +238,7 @@ def _choice(choice: str | ChosenFunction | ChosenTools | None) -> Any:
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
-    return {k: v for k, v in msgspec.structs.asdict(tool).items() if v is not None}
+    return {k: v for k, v in msgspec.structs.asdict(tool).items() if v is not None and k != "type"}
 
 
 def _format(format: TextFormat) -> dict[str, Any]:

@@ -24,11 +24,16 @@ class Dialect:
     marks: frozenset[str] = frozenset()  # their texts
     template: str = ""
 
+    @property
+    def grades_effort(self) -> bool:
+        """Whether the template can be told how hard to think, rather than only whether to."""
+        return "reasoning_effort" in self.template
+
     def effort(self, effort: str | None, param: str) -> dict[str, Any]:
         """Variables that tell the template how hard to think. Raises BadRequest naming `param` where it has none."""
         if effort is None:
             return {}
-        if "reasoning_effort" in self.template:
+        if self.grades_effort:
             return {"reasoning_effort": effort}
         if "enable_thinking" in self.template:
             return {"enable_thinking": effort != "none"}
