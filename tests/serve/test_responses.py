@@ -1,11 +1,14 @@
 """/v1/responses, with the `openai` client and by hand."""
 
+import asyncio
 import json
+import time
 from urllib.parse import unquote
 
 import openai
 import pytest
 
+from slipstream.serve.openai.background import Watcher
 from slipstream.serve.openai.response_store import RECORD_BYTES, ResponseStore
 from tests.serve.fake import EOS, START, Script, wait_for
 from tests.serve.test_chat import prompt_of
@@ -188,7 +191,7 @@ def test_background_responses_are_retrieved_and_cancelled(client, roomy):
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "x"}, "conversation"),
-        ({"background": True, "stream": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"max_tokens": 5}, "max_tokens"),
     ],
 )
@@ -196,6 +199,106 @@ def test_bad_fields_are_named_as_the_client_knows_them(roomy, change, param):
     r = roomy.client.post("/v1/responses", json={"input": "x", **change})
     assert r.status_code == 400 and r.json()["error"]["param"].startswith(param), r.text
     assert not roomy.leader.requests
+
+
+def test_a_background_response_is_watched_as_it_comes(client, roomy):
+    roomy.leader.hold.set()
+    stream = client.responses.create(model="fake", input="x", background=True, stream=True)
+    created = next(stream)
+    assert created.type == "response.created" and client.responses.retrieve(created.response.id).status == "in_progress"
+    roomy.leader.hold.clear()
+    events = [created, *stream]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "hello"
+    assert events[-1].type == "response.completed" and [e.sequence_number for e in events] == list(range(len(events)))
+    assert client.responses.retrieve(created.response.id).output_text == "hello"
+
+
+def test_a_background_response_goes_on_without_its_watcher(client, roomy):
+    roomy.leader.hold.set()
+    with client.responses.create(model="fake", input="x", background=True, stream=True) as stream:
+        id = next(stream).response.id
+    time.sleep(0.2)  # the connection's end arrives
+    roomy.leader.hold.clear()
+    wait_for(lambda: client.responses.retrieve(id).status == "completed")
+    assert client.responses.retrieve(id).output_text == "hello"
+
+
+def test_a_cancelled_background_response_ends_its_stream(client, roomy):
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    stream = client.responses.create(model="fake", input="x", background=True, stream=True)
+    client.responses.cancel(next(stream).response.id)
+    assert {e.type for e in stream} <= {
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+    }
+
+
+def test_a_watcher_that_does_not_keep_up_is_cut_off(monkeypatch):
+    monkeypatch.setattr("slipstream.serve.openai.background.MAX_UNREAD_BYTES", 100)
+    cut, sent = [], []
+
+    async def run():
+        blocked = asyncio.Event()
+
+        async def send(message):
+            sent.append(message)
+            if message.get("body"):
+                await blocked.wait()
+
+        watcher = Watcher(lambda: (cut.append(True), blocked.set()))
+        answer = asyncio.create_task(watcher({}, None, send))  # type: ignore[arg-type]
+        for _ in range(4):
+            watcher.tell(b"x" * 30)
+            await asyncio.sleep(0)
+            assert not cut
+        watcher.tell(b"x" * 30)
+        await answer
+
+    asyncio.run(run())
+    assert cut and sum(len(m.get("body", b"")) for m in sent) <= 5 * 30
+
+
+def test_input_tokens_are_those_of_the_prompt(client, roomy):
+    more = {"instructions": "be brief", "tools": [TOOL]}
+    count = client.responses.input_tokens.count(model="fake", input="hi", **more)
+    assert not roomy.leader.requests and count.object == "response.input_tokens"
+    r = client.responses.create(model="fake", input="hi", **more)
+    assert count.input_tokens == r.usage.input_tokens
+    longer = client.responses.input_tokens.count(model="fake", input="hi", previous_response_id=r.id, **more)
+    assert longer.input_tokens > count.input_tokens
+    r = roomy.client.post("/v1/responses/input_tokens", json={"max_output_tokens": 0})
+    assert r.status_code == 400 and r.json()["error"]["param"] == "max_output_tokens"
+    assert roomy.client.post("/v1/responses/input_tokens", json={}).json()["error"]["param"] == "input"
+
+
+def test_input_items_are_listed_page_by_page(client, roomy):
+    items = [{"role": "user", "content": f"part {i}"} for i in range(5)]
+    id = client.responses.create(model="fake", input=items).id
+    listed = [i.content[0].text for i in client.responses.input_items.list(id, order="asc", limit=2)]
+    assert listed == [f"part {i}" for i in range(5)]
+    page = client.responses.input_items.list(id, limit=2)
+    assert [i.content[0].text for i in page.data] == ["part 4", "part 3"] and page.has_more
+    text = client.responses.create(model="fake", input="hi").id
+    (item,) = client.responses.input_items.list(text)
+    assert (item.type, item.role, item.content[0].type, item.content[0].text) == ("message", "user", "input_text", "hi")
+    for query in ("limit=0", "limit=x", "order=up", "after=item_0"):
+        r = roomy.client.get(f"/v1/responses/{id}/input_items?{query}")
+        assert r.status_code == 400 and r.json()["error"]["param"] == query.partition("=")[0]
+
+
+def test_a_refusal_in_the_history_is_what_the_assistant_said(roomy):
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not"}]}
+    user = {"role": "user", "content": "hi"}
+    assert roomy.client.post("/v1/responses", json={"input": [user, refusal, user]}).status_code == 200
+    expected = "|user\nhi||assistant\nI will not||user\nhi||assistant\n"
+    assert prompt_of(roomy) == expected
+    assert roomy.client.post("/v1/chat/completions", json={"messages": [user, refusal, user]}).status_code == 200
+    assert prompt_of(roomy) == expected
+    for part in ({"type": "refusal", "text": "x"}, {"type": "input_text", "refusal": "x"}):
+        r = roomy.client.post("/v1/responses", json={"input": [{"role": "assistant", "content": [part]}, user]})
+        assert r.status_code == 400 and r.json()["error"]["param"].startswith("input[0].content[0]"), r.text
 
 
 def test_others_responses_push_a_background_response_out_and_do_not_end_it(roomy):
@@ -224,8 +327,8 @@ def test_a_deleted_background_response_ends_and_stays_away(roomy):
 
 
 def test_a_response_that_is_too_large_to_be_stored_says_so(roomy, monkeypatch):
-    monkeypatch.setattr("slipstream.serve.openai.response_store.RECORD_BYTES", 3000)
-    monkeypatch.setattr("slipstream.serve.openai.responses.RECORD_BYTES", 3000)
+    for module in ("response_store", "responses", "background"):
+        monkeypatch.setattr(f"slipstream.serve.openai.{module}.RECORD_BYTES", 3000)
     body = {"input": "x" * 2500}
     r = roomy.client.post("/v1/responses", json=body).json()
     assert r["status"] == "completed" and r["store"] is False

@@ -25,7 +25,7 @@ from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, completion_prompts, prepare, size_of
 
 FORCING = 1e9  # a logit bias that no logit outweighs
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -152,7 +152,7 @@ class Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form = self._generation, self._form
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
             if beginning := form.beginning():
                 await generation.write(send, beginning, True)
             while news := await generation.changed():

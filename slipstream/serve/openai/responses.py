@@ -1,4 +1,4 @@
-"""/v1/responses: create, retrieve, cancel, delete. Stored responses stand in the front ends' `ResponseStore`."""
+"""/v1/responses: create, count, retrieve, list, cancel, delete. Stored responses stand in the front ends' `ResponseStore`."""
 
 import asyncio
 import secrets
@@ -11,43 +11,46 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from slipstream.errors import BadRequest, Overloaded
-from slipstream.serve.engine.generation import Generation
-from slipstream.serve.errors import Failed
+from slipstream.errors import BadRequest
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
+from slipstream.serve.openai.background import CANCEL_SECONDS, begin
 from slipstream.serve.openai.chat import plan_chat
-from slipstream.serve.openai.generate import answer, requests_of
+from slipstream.serve.openai.generate import answer
 from slipstream.serve.openai.response_store import RECORD_BYTES
-from slipstream.serve.openai.responses_body import NAMES, ResponsesBody, chat_body, conversation, renamed
+from slipstream.serve.openai.responses_body import (
+    NAMES,
+    InputTokensBody,
+    ResponsesBody,
+    chat_body,
+    conversation,
+    input_items,
+    renamed,
+)
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
 from slipstream.serve.request_body import read
-from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams
 from slipstream.serve.text.prompts import Prompt, prepare
 from slipstream.serve.text.reader import Reading
-
-MAX_BACKGROUND = 256  # responses that run without a client
-CANCEL_SECONDS = 0.1  # between looks at whether a background response was cancelled
-
-_background: set[asyncio.Task] = set()
 
 
 def routes() -> list[Route]:
     return [
         Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
         Route("/v1/responses/{id}", retrieve, methods=["GET"]),
         Route("/v1/responses/{id}", delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", list_input_items, methods=["GET"]),
     ]
 
 
 async def create(http: HttpRequest) -> Response:
     """POST /v1/responses."""
     body = await read(http, ResponsesBody)
-    if body.background and (body.stream or body.store is False):
-        raise BadRequest("background: not together with stream, and only with store", "background")
+    if body.background and body.store is False:
+        raise BadRequest("background: only with store, since the response is fetched later", "background")
     try:
         return await _create(http, body)
     except BadRequest as e:
@@ -57,6 +60,26 @@ async def create(http: HttpRequest) -> Response:
 async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     front: Front = http.app.state.front
     born = time.monotonic()
+    messages, plan, prompts = await _plan(front, body)
+    plan = replace(plan, reading=plan.reading or Reading())
+    key = secrets.token_hex(12)
+
+    def keep(value: dict[str, Any]) -> None:
+        if body.store is False or (body.background and front.response_store.removed(key)):
+            return
+        whole = [*messages, *conversation(value["output"])]
+        record = encode({"response": value, "messages": whole, "input": input_items(body.input, key)})
+        if not front.response_store.put(key, record):
+            _not_kept(front, key, value)
+
+    form = ResponsesWriter(body, front.model, "resp_" + key, int(time.time()), keep)
+    if body.background:
+        return await begin(front, plan, prompts, form, key, born, http.scope.get("slipstream.cut"))
+    return await answer(http, front, plan, prompts, form.bind, "resp_" + key, born)
+
+
+async def _plan(front: Front, body: ResponsesBody) -> tuple[list[dict[str, Any]], GenerationParams, list[Prompt]]:
+    """The conversation so far, and what is made of it."""
     front.check_model(body.model)
     tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
     earlier = _earlier(front, body.previous_response_id)
@@ -68,20 +91,17 @@ async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
         return messages, plan_chat(chat_body(body, messages), front.dialect, tokenizer, limits)
 
     messages, (plan, prompts) = await prepare(None, work)
-    plan = replace(plan, reading=plan.reading or Reading())
-    key = secrets.token_hex(12)
+    return messages, plan, prompts
 
-    def keep(value: dict[str, Any]) -> None:
-        if body.store is False or (body.background and front.response_store.removed(key)):
-            return
-        record = encode({"response": value, "messages": [*messages, *conversation(value["output"])]})
-        if not front.response_store.put(key, record):
-            _not_kept(front, key, value)
 
-    form = ResponsesWriter(body, front.model, "resp_" + key, int(time.time()), keep)
-    if body.background:
-        return await _begin_in_background(front, plan, prompts, form, key, born)
-    return await answer(http, front, plan, prompts, form.bind, "resp_" + key, born)
+async def input_tokens(http: HttpRequest) -> Response:
+    """POST /v1/responses/input_tokens."""
+    body = await read(http, InputTokensBody)
+    try:
+        _, _, prompts = await _plan(http.app.state.front, body)
+    except BadRequest as e:
+        raise renamed(e, NAMES) from None
+    return as_json({"object": "response.input_tokens", "input_tokens": len(prompts[0].ids)})
 
 
 def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
@@ -89,58 +109,8 @@ def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
     value["store"] = False
     if value["background"]:
         error = {"code": "server_error", "message": f"the response is larger than the {RECORD_BYTES} bytes that can be stored"}
-        front.response_store.put(key, encode({"response": {**value, "status": "failed", "output": [], "error": error}}))
-
-
-async def _begin_in_background(
-    front: Front, plan: GenerationParams, prompts: list[Prompt], form: ResponsesWriter, key: str, born: float
-) -> Response:
-    if len(_background) >= MAX_BACKGROUND:
-        raise Overloaded(f"{MAX_BACKGROUND} responses run in the background; try again later")
-    record = encode({"response": form.value})
-    if len(record) > RECORD_BYTES:
-        raise BadRequest(
-            f"background: the request has {len(record)} bytes, of which {RECORD_BYTES} can be stored", "background"
-        )
-    assert front.tokenizer is not None and front.names is not None and front.grammars is not None
-    if plan.structure is not None:
-        await front.grammars.check(plan.structure)
-    generation = Generation(front.engine)
-    ((prompt, request),) = requests_of(front, plan, prompts)
-    one = Choice(0, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)
-    form.bind("", 0, front.model, plan, front.names, [one])
-    generation.start([one], _never)
-    front.open[generation] = None
-    front.response_store.put(key, record)
-    task = asyncio.get_running_loop().create_task(_run(front, generation, form, key, record))
-    _background.add(task)
-    task.add_done_callback(_background.discard)
-    return as_json(form.value)
-
-
-async def _run(front: Front, generation: Generation, form: ResponsesWriter, key: str, record: bytes) -> None:
-    """A response without a client, until it has ended, or was cancelled or deleted."""
-    done, store = asyncio.ensure_future(generation.done()), front.response_store
-    try:
-        while not (await asyncio.wait([done], timeout=CANCEL_SECONDS))[0]:
-            if store.marked(key) or store.removed(key):
-                done.cancel()
-                form.cancel()
-                return
-            if not store.has(key):  # others' records have pushed it out
-                store.put(key, record)
-        done.result()
-        form.whole()
-    except Failed as e:
-        form.failed(e.failure)
-    finally:
-        generation.close()
-        front.open.pop(generation, None)
-
-
-async def _never() -> dict:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError
+        failed = {**value, "status": "failed", "output": [], "error": error}
+        front.response_store.put(key, encode({"response": failed}))
 
 
 def _find(front: Front, id: str, param: str) -> dict[str, Any]:
@@ -166,6 +136,26 @@ async def retrieve(http: HttpRequest) -> Response:
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise BadRequest("stream: a stored response is given whole", "stream")
     return as_json(_find(http.app.state.front, http.path_params["id"], "response_id")["response"])
+
+
+async def list_input_items(http: HttpRequest) -> Response:
+    """GET /v1/responses/{id}/input_items: a page of the request's own items, the latest first unless `order=asc`."""
+    given = http.query_params
+    items = _find(http.app.state.front, http.path_params["id"], "response_id").get("input", [])
+    if (order := given.get("order", "desc")) not in ("asc", "desc"):
+        raise BadRequest(f"order: {order[:20]!r} is neither asc nor desc", "order")
+    limit = given.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):
+        raise BadRequest(f"limit: {limit[:20]!r} is not a number from 1 to 100", "limit")
+    items = items if order == "asc" else items[::-1]
+    if (after := given.get("after")) is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise BadRequest("after: no item of this id belongs to the response", "after")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return as_json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
 
 async def delete(http: HttpRequest) -> Response:

@@ -124,6 +124,12 @@ class ResponsesBody(Ignored, kw_only=True):
     max_tool_calls: None = None
 
 
+class InputTokensBody(ResponsesBody, kw_only=True):
+    """POST /v1/responses/input_tokens: a response's body, of which nothing is generated."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=4096)] = ""
+
+
 class TextContent(msgspec.Struct, kw_only=True):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str | None = None
@@ -184,6 +190,18 @@ def conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             raise BadRequest(f"{where}: {str(error).partition(': ')[2] or 'is not valid'}", where) from None
         _add(out, item)
     return [m for m in out if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
+
+
+def input_items(given: str | list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The input as OpenAI lists it: each item with an id, its type and, in messages, a list of parts."""
+    out = []
+    for i, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+        item = {"id": f"item_{key}_{i}", "type": "message", "status": "completed", **item}
+        if isinstance(item.get("content"), str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        out.append(item)
+    return out
 
 
 def _add(out: list[dict[str, Any]], item: Any) -> None:

@@ -60,7 +60,7 @@ class ResponseWriter:
 
     def __init__(self, id: str, created: int, model: str, plan: GenerationParams, names: TokenNames, answers: Sequence[Choice]):
         self._head = {"id": id, "object": self.object, "created": created, "model": model}
-        self._chunk = {**self._head, "object": self.chunk_object}
+        self._chunk = {**self._head, "object": self.chunk_object, **({"usage": None} if plan.include_usage else {})}
         self._plan = plan
         self._names = names
         self._answers = answers
