@@ -36,6 +36,7 @@ def build(front: Front) -> ASGIApp:
         Route("/v1/models/{id:path}", info.model, methods=["GET"]),
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", info.tokenizer_info, methods=["GET"]),
         *responses.routes(),
         *messages.routes(),
         *absent.routes(),

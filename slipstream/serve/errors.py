@@ -50,6 +50,8 @@ class Failure:
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after)))
+        if self.status == 415:
+            headers["accept-encoding"] = "identity"  # RFC 9110, section 15.5.16
         if self.status == 501:
             headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would send the request twice more
         if self.status == 401:

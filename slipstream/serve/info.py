@@ -91,6 +91,25 @@ async def detokenize(http: HttpRequest) -> Response:
     return as_json({"prompt": text})
 
 
+async def tokenizer_info(http: HttpRequest) -> Response:
+    """GET /tokenizer_info: what a client needs to tokenize, and to render conversations, as the server does."""
+    front: Front = http.app.state.front
+    tokenizer = front.ready_tokenizer()
+    limits, eos = front.engine.limits, tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+    special = {str(id): {"content": tokenizer.token_text(id), "special": True} for id in sorted(tokenizer.special_ids)}
+    answer = {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": limits.max_len if limits else None,
+        "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+        "eos_token": None if eos is None else tokenizer.token_text(eos),
+        "eos_token_ids": list(tokenizer.eos_ids),
+        "added_tokens_decoder": special,
+    }
+    template = tokenizer.template
+    return as_json({**answer, "chat_template": template.source if template else None})
+
+
 async def health(http: HttpRequest) -> Response:
     """GET /health: 200 when requests are served and the ranks move, else 503 with the reason."""
     reason = http.app.state.front.unhealthy()

@@ -26,6 +26,9 @@ async def read(request: Request, schema: type[T]) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Failed(Failure(415, "the body must be JSON, with Content-Type: application/json"))
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Failed(Failure(415, f"Content-Encoding: {coding[:40]!r} is not taken; send the body as it is"))
     try:
         async with asyncio.timeout(READ_SECONDS):
             raw = await _read_bytes(request)

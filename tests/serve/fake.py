@@ -28,7 +28,7 @@ class FakeTokenizer:
         self.words = {258 + i: w for i, w in enumerate(WORDS)}
         self.ids = {w: i for i, w in self.words.items()}
         self.vocab_size = 258 + len(WORDS)
-        self.eos_ids = (EOS,)
+        self.eos_ids, self.bos_id, self.template = (EOS,), START, None
         self.special_ids = frozenset(self.special)
         self.streams = 0
 

@@ -47,6 +47,17 @@ def test_tokenize_and_back(front):
     assert front.client.post("/detokenize", json={"tokens": [9999]}).status_code == 400
 
 
+def test_the_tokenizer_is_described(front):
+    b = front.client.get("/tokenizer_info").json()
+    assert (b["vocab_size"], b["model_max_length"], b["bos_token"], b["eos_token"]) == (
+        front.tokenizer.vocab_size,
+        512,
+        "<|start|>",
+        "<|end|>",
+    )
+    assert b["added_tokens_decoder"][str(EOS)] == {"content": "<|end|>", "special": True} and b["chat_template"] is None
+
+
 def test_health_says_what_is_missing(own_front):
     front = own_front(attach=False)
     r = front.client.get("/health")

@@ -195,7 +195,7 @@ async def _transcribe(composite: Composite, audio: np.ndarray) -> str:
 
 async def _events(call: Call, head: dict, speaks: bool, with_usage: bool) -> AsyncIterator[dict]:
     """Chunks in OpenAI's shape. With audio, text goes out as the audio's transcript."""
-    chunk = {**head, "object": "chat.completion.chunk"}
+    chunk = {**head, "object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
 
     def event(delta: dict, finish: str | None = None) -> dict:
         return {**chunk, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}
