@@ -24,7 +24,8 @@ log = logging.getLogger("slipstream.http")
 def build(front: Front) -> ASGIApp:
     """The ASGI application of one front end."""
     enable_debug = front.server_config.enable_debug
-    spec = openapi.document(enable_debug)
+    needs_key = front.server_config.api_key is not None
+    spec = openapi.document(enable_debug, needs_key)
 
     async def describe(http: Request) -> Response:
         return info.as_json(spec)
@@ -55,7 +56,7 @@ def build(front: Front) -> ASGIApp:
         from slipstream.serve.audio import routes as audio_routes
 
         routes = [*audio_routes.routes(), *routes]
-        spec = openapi.document(enable_debug, audio_routes.documented())
+        spec = openapi.document(enable_debug, needs_key, audio_routes.documented())
     handlers = {
         HTTPException: _on_http,
         SlipstreamError: _on_error,

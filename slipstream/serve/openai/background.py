@@ -11,7 +11,7 @@ from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
-from slipstream.serve.openai.generate import STREAM_HEADERS, requests_of
+from slipstream.serve.openai.generate import EVENT_HEADERS, requests_of
 from slipstream.serve.openai.response_store import RECORD_BYTES
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
@@ -128,7 +128,7 @@ class Watcher(Response):
         self._news.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+        await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
         while self._unread or not self._ended:
             data = b"".join(self._unread)
             self._unread.clear()

@@ -24,12 +24,8 @@ from slipstream.serve.text.logprobs import TokenNames
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, completion_prompts, prepare, size_of
 
-FORCING = 1e9  # a logit bias that no logit outweighs
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # of whatever is sent as it is made
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS]
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -99,6 +95,7 @@ def _scored(request: Request) -> Request:
     return msgspec.structs.replace(request, prompt=ids[:-4], sampling=forced, grammar=b"")
 
 
+FORCING = 1e9  # a logit bias that no logit outweighs
 MakeForm = Callable[
     [str, int, str, GenerationParams, TokenNames, list[Choice]], Shape
 ]  # id, created, model, plan, names, answers
@@ -152,7 +149,7 @@ class Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form = self._generation, self._form
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             if beginning := form.beginning():
                 await generation.write(send, beginning, True)
             while news := await generation.changed():
