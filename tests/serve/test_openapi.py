@@ -35,8 +35,9 @@ def test_the_document_is_valid_openapi(front, composite):
     openapi_spec_validator.OpenAPIV31SpecValidator(spec).validate()
     ids = [op["operationId"] for item in spec["paths"].values() for op in item.values()]
     assert len(set(ids)) == len(ids)
-    for schema in spec["components"]["schemas"].values():
+    for name, schema in spec["components"]["schemas"].items():
         jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema.get("title", name) == name, "generators name a class by its title, so there may be one of each"
     assert all("items" in array for array in openapi._arrays(spec["components"]))
 
 

@@ -49,14 +49,14 @@ class ChosenFunction(msgspec.Struct, tag_field="type", tag="function", forbid_un
     name: str
 
 
-class AllowedFunction(msgspec.Struct, forbid_unknown_fields=True):
+class ListedFunction(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
     name: str
 
 
 class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
+    tools: Annotated[list[ListedFunction], Meta(min_length=1)]
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -246,9 +246,9 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
         raise renamed(to_bad_request(e), NAMES) from None
 
 
-def _choice(choice: str | ChosenFunction | AllowedFunction | ChosenTools | None) -> Any:
+def _choice(choice: str | ChosenFunction | ListedFunction | ChosenTools | None) -> Any:
     """In chat's form."""
-    if isinstance(choice, ChosenFunction | AllowedFunction):
+    if isinstance(choice, ChosenFunction | ListedFunction):
         return {"type": "function", "function": {"name": choice.name}}
     if isinstance(choice, ChosenTools):
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_choice(t) for t in choice.tools]}}
