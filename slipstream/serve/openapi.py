@@ -144,7 +144,7 @@ def _described(method: str, path: str, operation: Operation, of_body: dict[type,
         out["requestBody"] = {"required": True, "content": {JSON: {"schema": of_body[operation.body]}}}
     elif operation.form is not None:
         out["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
-    answers = {kind: {"schema": {} if kind == JSON else _TEXT} for kind in operation.answers}
+    answers = {kind: {"schema": {} if kind in (JSON, EVENTS) else _TEXT} for kind in operation.answers}
     out["responses"] = {"200": {"description": "OK", "content": answers}, **_failures(path, operation)}
     if operation.errors is not None:
         out["security"] = []  # the probes need no key

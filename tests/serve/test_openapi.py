@@ -53,6 +53,13 @@ def test_the_document_has_every_route_and_no_other(front, composite):
     assert said == {key for key in built if key[1] not in PAGE} - absent
 
 
+def test_a_wrong_method_hears_which_are_right(roomy):
+    for path, item in roomy.client.get("/openapi.json").json()["paths"].items():
+        r = roomy.client.request("PUT", path.format(id="x"))
+        right = {method.upper() for method in item} | ({"HEAD"} if "get" in item else set())
+        assert r.status_code == 405 and set(r.headers["allow"].split(", ")) == right, path
+
+
 class Client:
     """Made of the document alone: a method for each operation, named by its id. What is sent and what comes must be in it."""
 

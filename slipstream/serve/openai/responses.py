@@ -39,8 +39,7 @@ def routes() -> list[Route]:
     return [
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
-        Route("/v1/responses/{id}", retrieve, methods=["GET"]),
-        Route("/v1/responses/{id}", delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", list_input_items, methods=["GET"]),
     ]
@@ -129,6 +128,11 @@ def _earlier(front: Front, id: str | None) -> list[dict[str, Any]]:
     if record["response"]["status"] not in ("completed", "incomplete"):
         raise BadRequest("previous_response_id: that response has no whole answer", "previous_response_id")
     return record["messages"]
+
+
+async def stored(http: HttpRequest) -> Response:
+    """One route, so that a 405 names both methods."""
+    return await (delete if http.method == "DELETE" else retrieve)(http)
 
 
 async def retrieve(http: HttpRequest) -> Response:

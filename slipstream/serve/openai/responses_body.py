@@ -194,9 +194,9 @@ def conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def input_items(given: str | list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """The input as OpenAI lists it: each item with an id, its type and, in messages, a list of parts."""
-    out = []
-    for i, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        item = {"id": f"item_{key}_{i}", "type": "message", "status": "completed", **item}
+    out: list[dict[str, Any]] = []
+    for i, own in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+        item: dict[str, Any] = {"id": f"item_{key}_{i}", "type": "message", "status": "completed", **own}
         if isinstance(item.get("content"), str):
             kind = "output_text" if item.get("role") == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": item["content"]}]
