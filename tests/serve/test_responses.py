@@ -372,10 +372,10 @@ def test_a_store_is_bounded_expires_and_is_shared():
     for i in range(1, 18):
         assert b.put(keys[i], bytes([i]) * (RECORD_BYTES - 5))
     assert a.get(keys[0]) is None and a.get(keys[1]) is None  # overwritten by what is newer
-    assert not a.removed(keys[0]) and not a.marked(keys[0]) and not a.has(keys[0])
+    assert a.state(keys[0]) == "lost" and a.state(keys[17]) == "kept"
     assert a.get(keys[17]) == bytes([17]) * (RECORD_BYTES - 5)  # across the ring's end
     b.mark(keys[17])
     a.put(keys[17], b"new")
-    assert a.marked(keys[17]) and b.get(keys[17]) == b"new"
-    assert a.remove(keys[17]) and b.get(keys[17]) is None and not b.remove(keys[17]) and b.removed(keys[17])
+    assert a.state(keys[17]) == "marked" and b.get(keys[17]) == b"new"
+    assert a.remove(keys[17]) and b.get(keys[17]) is None and not b.remove(keys[17]) and b.state(keys[17]) == "removed"
     assert ResponseStore(a._fd, seconds=0.0).get(keys[16]) is None

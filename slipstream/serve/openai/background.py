@@ -83,8 +83,8 @@ async def _run(
 async def _obey(front: Front, generation: Generation, key: str, record: bytes) -> None:
     """Ends the response once it was cancelled or deleted, in whichever front end; keeps its record in the store until then."""
     store = front.response_store
-    while not (store.marked(key) or store.removed(key)):
-        if not store.has(key):  # others' records have pushed it out
+    while (state := store.state(key)) in ("kept", "lost"):
+        if state == "lost":  # others' records have pushed it out
             store.put(key, record)
         await asyncio.sleep(CANCEL_SECONDS)
     generation.leave()

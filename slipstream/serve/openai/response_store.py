@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -19,6 +20,7 @@ ENTRIES = 4096
 RECORD_BYTES = DATA_BYTES // 16  # of one record at most, so that a few large ones do not push all others out
 SECONDS = 3600.0
 KEY = re.compile(r"[0-9a-f]{24}")
+State = Literal["kept", "marked", "removed", "lost"]
 
 _ENTRY = np.dtype([("key", "S24"), ("begin", "<i8"), ("size", "<i8"), ("time", "<f8"), ("gone", "<i4"), ("flag", "<i4")])
 _HEAD = np.dtype([("written", "<i8"), ("records", "<i8")])
@@ -74,22 +76,12 @@ class ResponseStore:
             first = min(size, DATA_BYTES - place)
             return bytes(self._data[place : place + first]) + bytes(self._data[: size - first])
 
-    def has(self, key: str) -> bool:
-        with self._locked():
-            return self._find(key) is not None
-
     def remove(self, key: str) -> bool:
         with self._locked():
             at = self._find(key)
             if at is not None:
                 self._entries["gone"][at] = 1
             return at is not None
-
-    def removed(self, key: str) -> bool:
-        """Whether the record was removed. One that was pushed out, or has ended by age, was not."""
-        with self._locked():
-            at = self._newest(key)
-            return at is not None and bool(self._entries["gone"][at])
 
     def mark(self, key: str) -> None:
         """Sets the record's flag, which whoever works on it looks at."""
@@ -98,10 +90,16 @@ class ResponseStore:
             if at is not None:
                 self._entries["flag"][at] = 1
 
-    def marked(self, key: str) -> bool:
+    def state(self, key: str) -> State:
+        """What became of the record; "lost" when it has ended by age or was pushed out, or never was."""
         with self._locked():
             at = self._newest(key)
-            return at is not None and bool(self._entries["flag"][at])
+            if at is None:
+                return "lost"
+            entry = self._entries[at]
+            if entry["gone"]:
+                return "removed"
+            return "marked" if entry["flag"] else "kept" if self._is_kept(at) else "lost"
 
     def _newest(self, key: str) -> int | None:
         """The place of the key's newest entry, whatever became of the record."""
@@ -111,11 +109,11 @@ class ResponseStore:
         return int(hits[np.argmax(self._entries["begin"][hits])]) if len(hits) else None
 
     def _find(self, key: str) -> int | None:
-        """The place of the key's record, None where it has none, or it is removed, too old or overwritten."""
+        """The place of the key's record, None where it has none, or it is removed or lost."""
         at = self._newest(key)
-        if at is None or self._entries["gone"][at]:
-            return None
+        return at if at is not None and not self._entries["gone"][at] and self._is_kept(at) else None
+
+    def _is_kept(self, at: int) -> bool:
         entry = self._entries[at]
         kept = int(self._head["written"][0]) - DATA_BYTES <= int(entry["begin"])
-        fresh = time.monotonic() - float(entry["time"]) <= self._seconds
-        return at if kept and fresh else None
+        return kept and time.monotonic() - float(entry["time"]) <= self._seconds

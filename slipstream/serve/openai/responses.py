@@ -64,7 +64,7 @@ async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     key = secrets.token_hex(12)
 
     def keep(value: dict[str, Any]) -> None:
-        if body.store is False or (body.background and front.response_store.removed(key)):
+        if body.store is False or (body.background and front.response_store.state(key) == "removed"):
             return
         whole = [*messages, *conversation(value["output"])]
         record = encode({"response": value, "messages": whole, "input": input_items(body.input, key)})
