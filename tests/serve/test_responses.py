@@ -56,7 +56,8 @@ def test_the_conversation_goes_on_from_a_stored_response(client, roomy):
 
 
 def test_a_stream_has_openai_s_events_in_order(client, roomy):
-    events = list(client.responses.create(model="fake", input="hi", stream=True))
+    options: dict = {"stream_options": {"include_usage": True}}  # chat's; here the last event has the usage always
+    events = list(client.responses.create(model="fake", input="hi", stream=True, **options))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     kinds = [e.type for e in events if e.type != "response.output_text.delta"]
     assert kinds == [
