@@ -29,7 +29,8 @@ class Operation(NamedTuple):
 
 Operations = Mapping[tuple[str, str], Operation]  # by (method, path)
 
-_NUMBER, _TEXT = {"type": "number"}, {"type": "string"}
+_TEXT = {"type": "string"}
+_SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": 600}
 _PAGE = {
     "after": _TEXT,
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},
@@ -40,7 +41,7 @@ OPERATIONS: Operations = {
     ("post", "/v1/completions"): Operation("Continue texts or token ids", CompletionBody, answers=(JSON, EVENTS)),
     ("post", "/v1/responses"): Operation("Answer, in the form of OpenAI's responses", ResponsesBody, answers=(JSON, EVENTS)),
     ("post", "/v1/responses/input_tokens"): Operation("Tokens of a response's input", InputTokensBody),
-    ("get", "/v1/responses/{id}"): Operation("A stored response", query={"stream": {"type": "boolean"}}),
+    ("get", "/v1/responses/{id}"): Operation("A stored response", query={"stream": {"enum": [False]}}),
     ("delete", "/v1/responses/{id}"): Operation("Delete a stored response"),
     ("post", "/v1/responses/{id}/cancel"): Operation("Cancel a background response"),
     ("get", "/v1/responses/{id}/input_items"): Operation("The items of a stored response's input", query=_PAGE),
@@ -59,7 +60,7 @@ OPERATIONS: Operations = {
 }
 DEBUG_OPERATIONS: Operations = {
     ("get", "/debug/ranks"): Operation("Where each rank stands"),
-    ("get", "/debug/timeline"): Operation("The ranks' last seconds as a Chrome trace", query={"seconds": _NUMBER}),
+    ("get", "/debug/timeline"): Operation("The ranks' last seconds as a Chrome trace", query={"seconds": _SECONDS}),
 }
 
 _ERRORS = {

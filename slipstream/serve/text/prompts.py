@@ -197,7 +197,8 @@ def _plain(index: int, message: Message) -> dict:
     content = message.content
     if content is None:
         if message.role != "assistant":
-            raise BadRequest("content: must be a text or a list of text parts", f"messages[{index}].content")
+            where = f"messages[{index}].content"
+            raise BadRequest(f"{where}: must be a text or a list of text parts", where)
         content = ""
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)
