@@ -21,7 +21,7 @@ from slipstream.config import EngineConfig, ServerConfig, check
 from slipstream.errors import BadRequest, ConfigError, EngineDown
 from slipstream.process.board import Board
 from slipstream.process.group import Spec
-from slipstream.process.protocol import Attach, Down
+from slipstream.process.protocol import Attach, Down, Lost
 from slipstream.process.supervisor import Supervisor
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
@@ -100,6 +100,7 @@ class LLM:
 
     def _on_attach(self, message: Attach, sock: socket.socket) -> None:
         async def attach() -> None:
+            self._front.engine.on_lost = lambda incarnation: self._supervisor.reattach(Lost(0, incarnation))
             await self._front.engine.attach(message, sock)
             if not self._ready.done():
                 self._ready.set_result(None)

@@ -22,7 +22,7 @@ from slipstream import config
 from slipstream.errors import ConfigError, ModelError
 from slipstream.process.board import Board
 from slipstream.process.control import die_with_parent
-from slipstream.process.protocol import Attach, Down, Drain
+from slipstream.process.protocol import Attach, Down, Drain, Listening, Lost
 from slipstream.serve.app import build
 from slipstream.serve.engine.control import Control
 from slipstream.serve.errors import Failure
@@ -97,6 +97,7 @@ class Process:
         self.front = Front(
             engine_config, server_config, Board(board_fd), shared_counters=shared_counters, response_store=response_store
         )
+        self.front.engine.on_lost = lambda incarnation: control.tell(Lost(0, incarnation))
         self._missing = 2  # the HTTP server and the tokenizer
         if hello.graph:
             from slipstream.serve.engine.composite import Composite
@@ -128,13 +129,14 @@ class Process:
         """Tells the supervisor once requests can be answered: it announces the server to the world."""
         self._missing -= 1
         if not self._missing:
-            self.control.listening()
+            self.control.tell(Listening())
 
     async def handle(self, message: object, fds: list[int]) -> None:
         engine = self.front.engine
         if isinstance(message, Attach) and message.group:
             assert self.front.composite
-            self.front.composite.attach(message.group, socket.socket(fileno=fds[0]))
+            lost = Lost(message.group, message.incarnation)
+            self.front.composite.attach(message.group, socket.socket(fileno=fds[0]), lambda: self.control.tell(lost))
         elif isinstance(message, Attach):
             await engine.attach(message, socket.socket(fileno=fds[0]))
         elif isinstance(message, Down) and not message.group:  # a worker group's end is seen by its socket
