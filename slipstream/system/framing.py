@@ -12,9 +12,14 @@ class BadFrame(ValueError):
     """A message is longer than the stream may carry."""
 
 
+def head(body: bytes | bytearray) -> bytes:
+    """What stands before a message."""
+    return _LENGTH.pack(len(body))
+
+
 def frame(body: bytes) -> bytes:
     """One message with its length before it."""
-    return _LENGTH.pack(len(body)) + body
+    return head(body) + body
 
 
 class Frames:
@@ -45,11 +50,11 @@ class Frames:
 
 def read_frame(stream: BinaryIO) -> bytes | None:
     """The next message of a pipe, waited for; None at its end."""
-    head = stream.read(4)
-    return stream.read(_LENGTH.unpack(head)[0]) if len(head) == 4 else None
+    length = stream.read(4)
+    return stream.read(_LENGTH.unpack(length)[0]) if len(length) == 4 else None
 
 
 def write_frame(stream: BinaryIO, body: bytes) -> None:
-    stream.write(_LENGTH.pack(len(body)))
+    stream.write(head(body))
     stream.write(body)
     stream.flush()
