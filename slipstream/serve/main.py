@@ -6,6 +6,7 @@ sends `Drain`. The process ends with its parent.
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
@@ -31,7 +32,8 @@ from slipstream.serve.http import Connection
 from slipstream.serve.observe.logs import set_up
 from slipstream.serve.observe.shared_counters import SharedCounters
 from slipstream.serve.openai.response_store import ResponseStore
-from slipstream.tokenize.tokenizer import load_tokenizer
+from slipstream.serve.prepare_worker import Setup, tokenizer_of
+from slipstream.serve.preparing import LargeBodies
 
 log = logging.getLogger("slipstream.serve")
 
@@ -117,11 +119,9 @@ class Process:
     async def _load_tokenizer(self) -> None:
         c = self.front.engine_config
 
-        def load():
-            invented = c.device == "sim" or c.load_format == "dummy"
-            return load_tokenizer(self.hello.model_path, c.tokenizer, c.chat_template, placeholder=invented)
-
-        self.front.set_tokenizer(await asyncio.to_thread(load))
+        self.front.set_tokenizer(await asyncio.to_thread(tokenizer_of, c, self.hello.model_path))
+        without_key = config.to_json(dataclasses.replace(self.front.server_config, api_key=None))
+        self.front.large = LargeBodies(Setup(self.hello.engine, without_key, self.hello.model_path))
         self._one_is_up()
         gc.freeze()  # what is loaded stays: collections need not walk it
 

@@ -32,7 +32,7 @@ _ENVIRONMENT = (
     "LC_TIME",
     "TZ",
 )
-# How limits end a process: the timer of computing time; no memory, or no stack, in C or Rust. Python itself exits with a status.
+# How limits end a process: the timer of computing time; no memory, or no stack, in C or Rust.
 _OWN_ENDS = frozenset(
     {signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP, signal.SIGILL}
 )

@@ -20,8 +20,8 @@ class ChatTemplate:
     """A compiled chat template. Thread-safe; renderings take turns in one worker, which starts with the first of them.
 
     `variables` are always given to the template (bos_token and the like). Raises BadRequest(param="messages") for what the
-    template refuses, cannot do, or takes too long for, and when it does not compile (`start` raises ModelError for that). Raises
-    EngineDown where the worker was stopped from outside; the next rendering has another.
+    template refuses, cannot do, or takes too long for, and when it does not compile (`start` raises ModelError for that).
+    Raises EngineDown where the worker was stopped from outside; the next rendering has another.
     """
 
     def __init__(self, source: str, variables: dict[str, str] | None = None):

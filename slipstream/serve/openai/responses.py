@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,20 +11,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from slipstream.errors import BadRequest, Overloaded
+from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
-from slipstream.serve.openai.chat import plan_chat
+from slipstream.serve.jobs import ResponseStart
 from slipstream.serve.openai.generate import answer, requests_of
-from slipstream.serve.openai.responses_body import NAMES, ResponsesBody, chat_body, conversation, renamed
+from slipstream.serve.openai.responses_body import NAMES, conversation, renamed
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
-from slipstream.serve.request_body import read
+from slipstream.serve.preparing import prepared
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams
-from slipstream.serve.text.prompts import Prompt, prepare
-from slipstream.serve.text.reader import Reading
+from slipstream.serve.text.prompts import Prompt
 
 MAX_BACKGROUND = 256  # responses that run without a client
 CANCEL_SECONDS = 0.1  # between looks at whether a background response was cancelled
@@ -44,40 +43,30 @@ def routes() -> list[Route]:
 
 async def create(http: HttpRequest) -> Response:
     """POST /v1/responses."""
-    body = await read(http, ResponsesBody)
-    if body.background and (body.stream or body.store is False):
-        raise BadRequest("background: not together with stream, and only with store", "background")
-    try:
-        return await _create(http, body)
-    except BadRequest as e:
-        raise renamed(e, NAMES) from None
-
-
-async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     front: Front = http.app.state.front
     born = time.monotonic()
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-    earlier = _earlier(front, body.previous_response_id)
-
-    def work() -> tuple[list[dict[str, Any]], tuple[GenerationParams, list[Prompt]]]:
-        messages = [*earlier, *conversation(body.input)]
-        if not messages:
-            raise BadRequest("input: holds nothing to answer", "input")
-        return messages, plan_chat(chat_body(body, messages), front.dialect, tokenizer, limits)
-
-    messages, (plan, prompts) = await prepare(None, work)
-    plan = replace(plan, reading=plan.reading or Reading())
+    found = await prepared(http, "responses", lambda id: _earlier(front, id))
+    assert found.plan is not None
+    start = msgspec.msgpack.decode(found.more, type=ResponseStart)
     key = secrets.token_hex(12)
 
     def keep(value: dict[str, Any]) -> None:
-        if body.store is not False and not (body.background and front.response_store.get(key) is None):
-            front.response_store.put(key, encode({"response": value, "messages": [*messages, *conversation(value["output"])]}))
+        if value["store"] and not (value["background"] and front.response_store.get(key) is None):
+            said = extended(start.conversation, conversation(value["output"]))
+            front.response_store.put(key, encode({"response": value, "messages": msgspec.Raw(said)}))
 
-    form = ResponsesWriter(body, front.model, "resp_" + key, int(time.time()), keep)
-    if body.background:
-        return await _begin_in_background(front, plan, prompts, form, key, born)
-    return await answer(http, front, plan, prompts, form.bind, "resp_" + key, born)
+    form = ResponsesWriter({**start.value, "id": "resp_" + key, "created_at": int(time.time())}, keep)
+    try:
+        if form.value["background"]:
+            return await _begin_in_background(front, found.plan, found.prompts, form, key, born)
+        return await answer(http, front, found.plan, found.prompts, form.bind, "resp_" + key, born)
+    except BadRequest as e:  # of a grammar
+        raise renamed(e, NAMES) from None
+
+
+def extended(messages: bytes, more: list[dict[str, Any]]) -> bytes:
+    """A JSON list that is not empty, with more at its end."""
+    return messages[:-1] + b"," + encode(more)[1:] if more else messages
 
 
 async def _begin_in_background(
@@ -111,7 +100,7 @@ async def _run(front: Front, generation: Generation, form: ResponsesWriter, key:
                 form.cancel()
                 return
         done.result()
-        form.whole()
+        await run_sliced(form.whole())
     except Failed as e:
         form.failed(e.failure)
     finally:
@@ -124,30 +113,35 @@ async def _never() -> dict:
     raise AssertionError
 
 
-def _find(front: Front, id: str, param: str) -> dict[str, Any]:
+class Record(msgspec.Struct):
+    """What is stored of a response."""
+
+    response: dict[str, Any]
+    messages: msgspec.Raw
+
+
+def _find(front: Front, id: str, param: str) -> Record:
     """The record of a stored response. Raises BadRequest (404)."""
     key = id.removeprefix("resp_")
     data = front.response_store.get(key) if id.startswith("resp_") and len(key) == 24 and key.isascii() else None
     if data is None:
         raise BadRequest(f"{param}: no response of this id is stored here; they are kept for an hour at most", param, 404)
-    return msgspec.json.decode(data)
+    return msgspec.json.decode(data, type=Record)
 
 
-def _earlier(front: Front, id: str | None) -> list[dict[str, Any]]:
-    """The conversation that ends with a stored response."""
-    if id is None:
-        return []
+def _earlier(front: Front, id: str) -> bytes:
+    """The conversation that ends with a stored response, as JSON."""
     record = _find(front, id, "previous_response_id")
-    if record["response"]["status"] not in ("completed", "incomplete"):
+    if record.response["status"] not in ("completed", "incomplete"):
         raise BadRequest("previous_response_id: that response has no whole answer", "previous_response_id")
-    return record["messages"]
+    return bytes(record.messages)
 
 
 async def retrieve(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise BadRequest("stream: a stored response is given whole", "stream")
-    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id")["response"])
+    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id").response)
 
 
 async def delete(http: HttpRequest) -> Response:
@@ -163,12 +157,12 @@ async def cancel(http: HttpRequest) -> Response:
     """POST /v1/responses/{id}/cancel: ends a background response, in whichever front end it runs."""
     front: Front = http.app.state.front
     id = http.path_params["id"]
-    value = _find(front, id, "response_id")["response"]
+    value = _find(front, id, "response_id").response
     if not value["background"]:
         raise BadRequest("response_id: only a background response can be cancelled", "response_id")
     front.response_store.mark(id.removeprefix("resp_"))
     for _ in range(50):
-        value = _find(front, id, "response_id")["response"]
+        value = _find(front, id, "response_id").response
         if value["status"] != "in_progress":
             break
         await asyncio.sleep(CANCEL_SECONDS / 2)
