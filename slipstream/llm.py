@@ -21,7 +21,7 @@ from slipstream.errors import BadRequest, ConfigError, EngineDown
 from slipstream.outputs import RequestOutput, request_output
 from slipstream.process.board import Board
 from slipstream.process.group import Spec
-from slipstream.process.protocol import Attach, Down
+from slipstream.process.protocol import Attach, Down, Lost
 from slipstream.process.supervisor import Supervisor
 from slipstream.sampling_params import Params, SamplingParams, paired
 from slipstream.serve.engine.generation import Generation
@@ -93,6 +93,7 @@ class Local:
 
     def _on_attach(self, message: Attach, sock: socket.socket) -> None:
         async def attach() -> None:
+            self._front.engine.on_lost = lambda incarnation: self._supervisor.reattach(Lost(0, incarnation))
             await self._front.engine.attach(message, sock)
             if not self._ready.done():
                 self._ready.set_result(None)

@@ -140,8 +140,15 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     """Front end -> supervisor: the HTTP side is up and the tokenizer is loaded."""
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """Front end -> supervisor: the stream to a group's leader has ended. If that leader runs on, another Attach follows."""
+
+    group: int
+    incarnation: int
+
+
 ToFrontControl = Hello | Attach | Down | Drain
-ToSupervisor = Listening
+ToSupervisor = Listening | Lost
 
 
 # Between the supervisor and a rank: one SEQPACKET message each, msgpack, descriptors beside it.

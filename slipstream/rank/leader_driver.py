@@ -2,6 +2,7 @@
 
 import select
 import socket
+import sys
 import time
 
 import numpy as np
@@ -15,6 +16,8 @@ from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT, Leader
 
 LOAD_EVERY = 0.1  # seconds
+BEHIND_BYTES = 8 << 20  # unread by a front end, above which the group slows down for it ...
+BEHIND_SECONDS = 0.05  # ... by so much a turn at most: what it serves others, and the beat that the supervisor sees, go on
 
 
 class LeaderDriver(Driver):
@@ -75,8 +78,19 @@ class LeaderDriver(Driver):
             self.wake_at = None
             self.perform(machine.on(Tick(), now))
         self.publish_load(now)
+        self.ease()
         for link in list(self.fronts.values()):
             self.push(link, now)
+
+    def ease(self) -> None:
+        """Waits a moment for front ends that read more slowly than the group generates, rather than cut them off for it."""
+        end = time.monotonic() + BEHIND_SECONDS
+        while behind := [link for link in self.fronts.values() if link.unsent > BEHIND_BYTES and not link.closed]:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([], behind, [], left)[1]:
+                return
+            for link in behind:
+                link.flush()
 
     def drain(self, link: FrontLink, now: float) -> None:
         fd = link.fileno()
@@ -95,10 +109,11 @@ class LeaderDriver(Driver):
         if link.closed:
             self.forget(fd, link, now)
         else:
-            self._poll.modify(fd, select.POLLIN | (select.POLLOUT if link.blocked else 0))
+            self._poll.modify(fd, select.POLLIN | (select.POLLOUT if link.unsent else 0))
 
     def forget(self, fd: int, link: FrontLink, now: float) -> None:
-        """A front end is gone, and its clients with it."""
+        """A front end is gone, or only its link is: it then hears so from the socket. Its clients' requests end here."""
+        print(f"slipstream: the leader has lost a front end: {link.closed}", file=sys.stderr, flush=True)
         self._poll.unregister(fd)
         del self.fronts[fd]
         for id in [id for id, owner in self.owner.items() if owner is link]:

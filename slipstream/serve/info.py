@@ -8,13 +8,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import slipstream
-from slipstream.errors import BadRequest
 from slipstream.serve.errors import Failed, Failure
 from slipstream.serve.front import Front
-from slipstream.serve.openai.bodies import DetokenizeBody, TokenizeBody
-from slipstream.serve.request_body import read
-from slipstream.serve.text.prompts import encode, prepare, size_of, templated
-from slipstream.serve.text.tools import for_template
+from slipstream.serve.preparing import prepared
 
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -58,37 +54,12 @@ def _card(front: Front) -> dict:
 
 async def tokenize(http: HttpRequest) -> Response:
     """POST /tokenize."""
-    front: Front = http.app.state.front
-    body = await read(http, TokenizeBody)
-    front.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("prompt: give either prompt or messages", "prompt")
-    tokenizer = front.ready_tokenizer()
-
-    def work() -> list[int]:
-        if body.messages is not None:
-            return templated(body, tokenizer, front.engine.limits, for_template(body.tools), front.dialect)
-        return encode(body.prompt or "", tokenizer, front.engine.limits, body.add_special_tokens is not False, "prompt")
-
-    ids = await prepare(None if body.messages is not None else size_of(body), work)
-    assert front.names is not None
-    texts = [front.names(id)[0] for id in ids] if body.return_token_strs else None
-    limits = front.engine.limits
-    answer = {"count": len(ids), "max_model_len": limits.max_len if limits else None, "tokens": ids, "token_strs": texts}
-    return as_json(answer)
+    return Response((await prepared(http, "tokenize")).more, media_type="application/json")
 
 
 async def detokenize(http: HttpRequest) -> Response:
     """POST /detokenize."""
-    front: Front = http.app.state.front
-    body = await read(http, DetokenizeBody)
-    front.check_model(body.model)
-    tokenizer = front.ready_tokenizer()
-    if body.tokens and max(body.tokens) >= tokenizer.vocab_size:
-        raise BadRequest(f"tokens: must be below {tokenizer.vocab_size}, the vocabulary's size", "tokens")
-    skip = bool(body.skip_special_tokens)
-    text = await prepare(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))
-    return as_json({"prompt": text})
+    return Response((await prepared(http, "detokenize")).more, media_type="application/json")
 
 
 async def tokenizer_info(http: HttpRequest) -> Response:

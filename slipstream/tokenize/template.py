@@ -5,20 +5,17 @@ a kernel's limit ends it wherever it is. It costs about 0.1 ms a rendering. Impo
 """
 
 import json
-import pathlib
 import threading
 from collections.abc import Callable
 
-from slipstream.errors import BadRequest, ModelError
-from slipstream.system.limited_process import LimitedProcess
+from slipstream.errors import BadRequest, EngineDown, ModelError
+from slipstream.system.limited_process import LimitedProcess, Lost, Overrun
 
 SECONDS = 2.0  # CPU time of one rendering
 MEMORY = 1 << 30  # bytes of address space
 MAX_CHARS = 1 << 26  # of one rendering
-_PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
+PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
 _MARKER = "\ue000continues here\ue001 "  # stands where a message's text ends; its final space shows whether ends are trimmed
-
-_WORKER = pathlib.Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
@@ -26,6 +23,7 @@ class ChatTemplate:
 
     `variables` are always given to the template (bos_token and the like). Raises BadRequest(param="messages") for what the
     template refuses, cannot do, or takes too long for, and when it does not compile (`start` raises ModelError for that).
+    Raises EngineDown where the worker was stopped from outside; the next rendering has another.
     """
 
     def __init__(self, source: str, variables: dict[str, str] | None = None):
@@ -37,7 +35,10 @@ class ChatTemplate:
     def start(self) -> None:
         """Starts the worker and compiles the template, which the first rendering would do otherwise. Raises ModelError."""
         with self._lock:
-            self._ready()
+            try:
+                self._ready()
+            except Lost as e:
+                raise ModelError(f"the process that renders the chat template was lost: {e}") from None
 
     def render(
         self,
@@ -73,13 +74,13 @@ class ChatTemplate:
                 found = self._ready().ask(request)
             except ModelError as e:
                 raise BadRequest(str(e), param="messages") from None
+            except Overrun:
+                raise BadRequest(f"the chat template did not end within {SECONDS:g} s of computing", param="messages") from None
+            except Lost as e:
+                raise EngineDown(f"the process that renders the chat template was lost: {e}; try again") from None
             except BaseException:
                 self._stop()
                 raise
-            if found is None:
-                self._stop()
-        if found is None:
-            raise BadRequest(f"the chat template did not end within {SECONDS:g} s of computing", param="messages")
         answer = json.loads(found)
         if "text" in answer:
             return answer["text"]
@@ -92,11 +93,12 @@ class ChatTemplate:
         if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
-        # -P: the script's own folder is not a place to import from; it has files named like the standard library's.
-        self._worker = LimitedProcess("-P", str(_WORKER), patience=_PATIENCE)
+        self._worker = LimitedProcess("-m", "slipstream.tokenize.template_worker", patience=PATIENCE)
         setup = {"source": self.source, "seconds": SECONDS, "memory": MEMORY, "chars": MAX_CHARS}
-        found = self._worker.ask(json.dumps(setup).encode())
-        answer = {"error": "compiling it did not end"} if found is None else json.loads(found)
+        try:
+            answer = json.loads(self._worker.ask(json.dumps(setup).encode()))
+        except Overrun:
+            answer = {"error": "compiling it did not end"}
         if "error" in answer:
             self._stop()
             raise ModelError(f"the chat template cannot be used: {answer['error']}")

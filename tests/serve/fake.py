@@ -3,7 +3,6 @@
 import codecs
 import select
 import socket
-import struct
 import threading
 import time
 from array import array
@@ -15,6 +14,7 @@ import msgspec
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.process.protocol import Abort, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens, ToLeader
+from slipstream.system.framing import Frames, frame
 
 EOS, START = 256, 257
 WORDS = [" hello", " world", "ab", "abc", "\n\n", "é", " 7", " 8,", "STOP", "ST", "OP"]
@@ -110,15 +110,14 @@ class FakeLeader:
         self.sock, self.front_sock = socket.socketpair()
         self.hold = threading.Event()  # set: no tokens
         self.gone = False
-        self._rest = b""
+        self._frames = Frames()
         self._runs: dict[int, _Run] = {}
         self._decode = msgspec.msgpack.Decoder(ToLeader).decode
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
     def send(self, *messages) -> None:
-        frames = [msgspec.msgpack.encode(m) for m in messages]
-        self.sock.sendall(b"".join(struct.pack("<I", len(f)) + f for f in frames))
+        self.sock.sendall(b"".join(frame(msgspec.msgpack.encode(m)) for m in messages))
 
     def load(self, **changes) -> None:
         base = dict(running=0, waiting=0, pages_used=0, pages_total=100, steps={}, host_seconds={}, step_tokens=[])
@@ -146,13 +145,7 @@ class FakeLeader:
                     return
 
     def _take(self, data: bytes) -> None:
-        self._rest += data
-        while len(self._rest) >= 4:
-            (n,) = struct.unpack_from("<I", self._rest)
-            if len(self._rest) < 4 + n:
-                return
-            message = self._decode(self._rest[4 : 4 + n])
-            self._rest = self._rest[4 + n :]
+        for message in map(self._decode, self._frames.feed(data)):
             if isinstance(message, Submit):
                 self._admit(message.request)
             else:

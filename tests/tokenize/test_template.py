@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from slipstream.errors import BadRequest, ModelError
+from slipstream.errors import BadRequest, EngineDown, ModelError
 from slipstream.tokenize import template as module
 from slipstream.tokenize.template import ChatTemplate
 
@@ -86,6 +86,19 @@ def test_a_killed_worker_is_replaced():
     os.kill(template._worker.pid, signal.SIGKILL)
     template._worker.wait()
     assert template.render(HELLO) == "x"
+    template.close()
+
+
+def test_a_worker_that_stands_still_beside_a_large_message_ends_one_rendering_and_not_all(monkeypatch):
+    """The message does not fit into the pipe, so that writing it is what would wait for ever."""
+    monkeypatch.setattr(module, "PATIENCE", 1.0)
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render(HELLO) == "hello"
+    assert template._worker is not None
+    os.kill(template._worker.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDown, match="did not answer within 1 s"):
+        template.render([{"role": "user", "content": "x" * 200_000}])
+    assert template.render(HELLO) == "hello"
     template.close()
 
 

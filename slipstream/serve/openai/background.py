@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import BadRequest, Overloaded
+from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
@@ -66,7 +67,7 @@ async def _run(
     try:
         watcher.tell(form.beginning())
         while news := await generation.changed():
-            watcher.tell(b"".join([form.events(answer) for answer in news]))
+            watcher.tell(b"".join(await run_sliced(piece for answer in news for piece in form.events(answer))))
         if generation.gone:
             form.cancel()
         else:

@@ -11,18 +11,19 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, SamplingParams
+from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
-from slipstream.serve.openai.bodies import ChatBody, CompletionBody
-from slipstream.serve.openai.chat import plan_chat
+from slipstream.serve.jobs import chat
+from slipstream.serve.openai.bodies import ChatBody
 from slipstream.serve.openai.read_writer import ReadWriter
 from slipstream.serve.openai.writers import ChatWriter, CompletionWriter, Shape
-from slipstream.serve.request_body import read
+from slipstream.serve.preparing import prepared
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.logprobs import TokenNames
-from slipstream.serve.text.params import GenerationParams, make_plan
-from slipstream.serve.text.prompts import Prompt, completion_prompts, prepare, size_of
+from slipstream.serve.text.params import GenerationParams
+from slipstream.serve.text.prompts import Prompt, prepare
 
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # of whatever is sent as it is made
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS]
@@ -32,14 +33,21 @@ async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     front: Front = http.app.state.front
     born = time.monotonic()
-    return await answer_chat(http, front, await read(http, ChatBody), born)
+    found = await prepared(http, "chat")
+    return await _answer_chat(http, front, found.plan, found.prompts, born)
 
 
 async def answer_chat(http: HttpRequest, front: Front, body: ChatBody, born: float) -> Response:
-    """A conversation in text."""
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-    plan, prompts = await prepare(None, lambda: plan_chat(body, front.dialect, tokenizer, limits))
+    """A conversation in text, of a route that has decoded its body itself."""
+    desk = front.desk(True)
+    found = await prepare(None, lambda: chat(body, desk, b""))
+    return await _answer_chat(http, front, found.plan, found.prompts, born)
+
+
+async def _answer_chat(
+    http: HttpRequest, front: Front, plan: GenerationParams | None, prompts: list[Prompt], born: float
+) -> Response:
+    assert plan is not None
     form = ChatWriter if plan.reading is None else ReadWriter
     return await answer(http, front, plan, prompts, form, "chatcmpl-" + http.scope["slipstream.id"], born)
 
@@ -48,18 +56,9 @@ async def completions(http: HttpRequest) -> Response:
     """POST /v1/completions."""
     front: Front = http.app.state.front
     born = time.monotonic()
-    body = await read(http, CompletionBody)
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-
-    def work() -> tuple[GenerationParams, list[Prompt]]:
-        plan = make_plan(body, tokenizer)
-        return plan, completion_prompts(body, plan, tokenizer, limits)
-
-    bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
-    only_ids = isinstance(body.prompt, list) and isinstance(body.prompt[0], int) and not (body.echo or body.bad_words)
-    plan, prompts = await prepare(None if bound else size_of(body), work, only_ids)
-    return await answer(http, front, plan, prompts, CompletionWriter, "cmpl-" + http.scope["slipstream.id"], born)
+    found = await prepared(http, "completions")
+    assert found.plan is not None
+    return await answer(http, front, found.plan, found.prompts, CompletionWriter, "cmpl-" + http.scope["slipstream.id"], born)
 
 
 def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
@@ -130,7 +129,7 @@ async def answer(
             await generation.done()
         if generation.gone:
             return Response(status_code=499)
-        return Response(form.whole(), media_type="application/json")
+        return Response(b"".join(await run_sliced(form.whole())), media_type="application/json")
     finally:
         if not streaming:
             generation.close()
@@ -153,7 +152,7 @@ class Stream(Response):
             if beginning := form.beginning():
                 await generation.write(send, beginning, True)
             while news := await generation.changed():
-                data = b"".join([form.events(answer) for answer in news])
+                data = b"".join(await run_sliced(piece for answer in news for piece in form.events(answer)))
                 if data:
                     await generation.write(send, data, True)
             if not generation.gone:

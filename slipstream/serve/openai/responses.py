@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,25 +13,14 @@ from starlette.routing import Route
 from slipstream.errors import BadRequest
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
+from slipstream.serve.jobs import ResponseStart
 from slipstream.serve.openai.background import CANCEL_SECONDS, begin
-from slipstream.serve.openai.chat import plan_chat
 from slipstream.serve.openai.generate import answer
 from slipstream.serve.openai.response_store import RECORD_BYTES
-from slipstream.serve.openai.responses_body import (
-    NAMES,
-    InputTokensBody,
-    ResponsesBody,
-    chat_body,
-    conversation,
-    input_items,
-    renamed,
-)
+from slipstream.serve.openai.responses_body import NAMES, conversation, renamed
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
-from slipstream.serve.request_body import read
-from slipstream.serve.text.params import GenerationParams
-from slipstream.serve.text.prompts import Prompt, prepare
-from slipstream.serve.text.reader import Reading
+from slipstream.serve.preparing import prepared
 
 
 def routes() -> list[Route]:
@@ -47,60 +35,39 @@ def routes() -> list[Route]:
 
 async def create(http: HttpRequest) -> Response:
     """POST /v1/responses."""
-    body = await read(http, ResponsesBody)
-    if body.background and body.store is False:
-        raise BadRequest("background: only with store, since the response is fetched later", "background")
-    try:
-        return await _create(http, body)
-    except BadRequest as e:
-        raise renamed(e, NAMES) from None
-
-
-async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     front: Front = http.app.state.front
     born = time.monotonic()
-    messages, plan, prompts = await _plan(front, body)
-    plan = replace(plan, reading=plan.reading or Reading())
+    found = await prepared(http, "responses", lambda id: _earlier(front, id))
+    assert found.plan is not None
+    start = msgspec.msgpack.decode(found.more, type=ResponseStart)
     key = secrets.token_hex(12)
 
     def keep(value: dict[str, Any]) -> None:
-        if body.store is False or (body.background and front.response_store.state(key) == "removed"):
+        if not value["store"] or (value["background"] and front.response_store.state(key) == "removed"):
             return
-        whole = [*messages, *conversation(value["output"])]
-        record = encode({"response": value, "messages": whole, "input": input_items(body.input, key)})
+        said = msgspec.Raw(extended(start.conversation, conversation(value["output"])))
+        record = encode({"response": value, "messages": said, "input": msgspec.Raw(start.items)})
         if not front.response_store.put(key, record):
             _not_kept(front, key, value)
 
-    form = ResponsesWriter(body, front.model, "resp_" + key, int(time.time()), keep)
-    if body.background:
-        return await begin(front, plan, prompts, form, key, born, http.scope.get("slipstream.cut"))
-    return await answer(http, front, plan, prompts, form.bind, "resp_" + key, born)
+    form = ResponsesWriter({**start.value, "id": "resp_" + key, "created_at": int(time.time())}, keep)
+    try:
+        if form.value["background"]:
+            return await begin(front, found.plan, found.prompts, form, key, born, http.scope.get("slipstream.cut"))
+        return await answer(http, front, found.plan, found.prompts, form.bind, "resp_" + key, born)
+    except BadRequest as e:  # of a grammar
+        raise renamed(e, NAMES) from None
 
 
-async def _plan(front: Front, body: ResponsesBody) -> tuple[list[dict[str, Any]], GenerationParams, list[Prompt]]:
-    """The conversation so far, and what is made of it."""
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-    earlier = _earlier(front, body.previous_response_id)
-
-    def work() -> tuple[list[dict[str, Any]], tuple[GenerationParams, list[Prompt]]]:
-        messages = [*earlier, *conversation(body.input)]
-        if not messages:
-            raise BadRequest("input: holds nothing to answer", "input")
-        return messages, plan_chat(chat_body(body, messages), front.dialect, tokenizer, limits)
-
-    messages, (plan, prompts) = await prepare(None, work)
-    return messages, plan, prompts
+def extended(messages: bytes, more: list[dict[str, Any]]) -> bytes:
+    """A JSON list that is not empty, with more at its end."""
+    return messages[:-1] + b"," + encode(more)[1:] if more else messages
 
 
 async def input_tokens(http: HttpRequest) -> Response:
     """POST /v1/responses/input_tokens."""
-    body = await read(http, InputTokensBody)
-    try:
-        _, _, prompts = await _plan(http.app.state.front, body)
-    except BadRequest as e:
-        raise renamed(e, NAMES) from None
-    return as_json({"object": "response.input_tokens", "input_tokens": len(prompts[0].ids)})
+    front: Front = http.app.state.front
+    return Response((await prepared(http, "input_tokens", lambda id: _earlier(front, id))).more, media_type="application/json")
 
 
 def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
@@ -112,22 +79,28 @@ def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
         front.response_store.put(key, encode({"response": failed}))
 
 
-def _find(front: Front, id: str, param: str) -> dict[str, Any]:
+class Record(msgspec.Struct):
+    """What is stored of a response."""
+
+    response: dict[str, Any]
+    messages: msgspec.Raw = msgspec.Raw(b"[]")  # the conversation, the answer included
+    input: msgspec.Raw = msgspec.Raw(b"[]")  # the request's own items
+
+
+def _find(front: Front, id: str, param: str) -> Record:
     """The record of a stored response. Raises BadRequest (404)."""
     data = front.response_store.get(id.removeprefix("resp_")) if id.startswith("resp_") else None
     if data is None:
         raise BadRequest(f"{param}: no response of this id is stored here; they are kept for an hour at most", param, 404)
-    return msgspec.json.decode(data)
+    return msgspec.json.decode(data, type=Record)
 
 
-def _earlier(front: Front, id: str | None) -> list[dict[str, Any]]:
-    """The conversation that ends with a stored response."""
-    if id is None:
-        return []
+def _earlier(front: Front, id: str) -> bytes:
+    """The conversation that ends with a stored response, as JSON."""
     record = _find(front, id, "previous_response_id")
-    if record["response"]["status"] not in ("completed", "incomplete"):
+    if record.response["status"] not in ("completed", "incomplete"):
         raise BadRequest("previous_response_id: that response has no whole answer", "previous_response_id")
-    return record["messages"]
+    return bytes(record.messages)
 
 
 async def stored(http: HttpRequest) -> Response:
@@ -139,13 +112,13 @@ async def retrieve(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise BadRequest("stream: a stored response is given whole", "stream")
-    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id")["response"])
+    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id").response)
 
 
 async def list_input_items(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}/input_items: a page of the request's own items, the latest first unless `order=asc`."""
     given = http.query_params
-    items = _find(http.app.state.front, http.path_params["id"], "response_id").get("input", [])
+    items = msgspec.json.decode(_find(http.app.state.front, http.path_params["id"], "response_id").input)
     if (order := given.get("order", "desc")) not in ("asc", "desc"):
         raise BadRequest(f"order: {order[:20]!r} is neither asc nor desc", "order")
     limit = given.get("limit", "20")
@@ -175,12 +148,12 @@ async def cancel(http: HttpRequest) -> Response:
     """POST /v1/responses/{id}/cancel: ends a background response, in whichever front end it runs."""
     front: Front = http.app.state.front
     id = http.path_params["id"]
-    value = _find(front, id, "response_id")["response"]
+    value = _find(front, id, "response_id").response
     if not value["background"]:
         raise BadRequest("response_id: only a background response can be cancelled", "response_id")
     front.response_store.mark(id.removeprefix("resp_"))
     for _ in range(50):
-        value = _find(front, id, "response_id")["response"]
+        value = _find(front, id, "response_id").response
         if value["status"] != "in_progress":
             break
         await asyncio.sleep(CANCEL_SECONDS / 2)

@@ -49,13 +49,11 @@ async def prepare(size: int | None, work: Callable[[], T], only_ids: bool = Fals
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
-def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
+def size_of(body: CompletionBody | TokenizeBody) -> int:
     """Characters or tokens to work through, roughly."""
     size = sum(map(len, getattr(body, "bad_words", None) or ()))
-    for m in getattr(body, "messages", None) or ():
-        size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
-        size += sum(len(call.function.arguments) for call in m.tool_calls or ())
-    prompt = getattr(body, "prompt", None) or ""
+    size += 4 * len(getattr(body, "logit_bias", None) or ())
+    prompt = body.prompt or ""
     if len(prompt) > INLINE_CHARS:  # a text, or very many ids: not to be counted one by one here
         return size + len(prompt)
     return size + (len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(p, int) else len(p) for p in prompt))
@@ -177,8 +175,6 @@ def templated(
         raise BadRequest("continue_final_message: not together with add_generation_prompt", "continue_final_message")
     if going_on and messages[-1].role != "assistant":
         raise BadRequest("continue_final_message: the last message must be the assistant's", "continue_final_message")
-    if limits is not None and size_of(body) > limits.max_len * LONGEST_TOKEN:
-        raise BadRequest(f"messages: longer than the model's {limits.max_len} tokens", "messages")
     extra = body.chat_template_kwargs or {}
     for key in extra:
         if key in RESERVED or not key.isidentifier():
@@ -189,7 +185,14 @@ def templated(
     plain = [_plain(i, m) for i, m in enumerate(messages)]
     if not dialect.template_tools:
         plain, tools = in_plain_text(plain, tools), None
-    return tokenizer.apply_chat(plain, add_generation_prompt=generation, continue_final_message=going_on, tools=tools, **extra)
+    return tokenizer.apply_chat(
+        plain,
+        max_chars=limits and limits.max_len * LONGEST_TOKEN,
+        add_generation_prompt=generation,
+        continue_final_message=going_on,
+        tools=tools,
+        **extra,
+    )
 
 
 def _plain(index: int, message: Message) -> dict:
