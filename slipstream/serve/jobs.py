@@ -52,7 +52,7 @@ class Prepared(msgspec.Struct):
     plan: GenerationParams | None = None
     prompts: list[Prompt] = []
     more: bytes = b""  # of /v1/responses: a `ResponseStart`; of jobs that generate nothing: the answer's JSON
-    wants: str = ""  # the id of a stored response, without whose conversation (`earlier`) nothing can be prepared
+    wants: str | None = None  # the id of a stored response, without whose conversation (`earlier`) nothing can be prepared
 
 
 class Job(NamedTuple):
@@ -134,7 +134,7 @@ def responses(body: ResponsesBody, desk: Desk, earlier: bytes) -> Prepared:
 
 def input_tokens(body: InputTokensBody, desk: Desk, earlier: bytes) -> Prepared:
     found = responses(body, desk, earlier)
-    if found.wants:
+    if found.wants is not None:
         return found
     (prompt,) = found.prompts
     return Prepared(more=msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(prompt.ids)}))

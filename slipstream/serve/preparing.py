@@ -69,7 +69,7 @@ async def prepared(http: HttpRequest, name: str, stored=None) -> Prepared:
     front: Front = http.app.state.front
     async with body_of(http) as raw:
         found = await _run(front, name, raw, b"")
-        return await _run(front, name, raw, stored(found.wants)) if found.wants else found
+        return await _run(front, name, raw, stored(found.wants)) if found.wants is not None else found
 
 
 async def _run(front: Front, name: str, raw: bytearray, earlier: bytes) -> Prepared:
