@@ -19,7 +19,7 @@ MAX_PROMPTS = 2048
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Verbosity = Literal["low", "medium", "high"]  # a wish that no model here knows of
+Verbosity = Literal["low", "medium", "high"]  # a hint that no chat template has a variable for
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
