@@ -191,7 +191,7 @@ class ChatBody(Generate, kw_only=True):
     parallel_tool_calls: bool | None = None
     verbosity: Verbosity | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # OpenAI's, not had here: null or absent
+    # OpenAI's features that are not supported
     audio: None = None
     functions: Absent = None
     function_call: None = None
