@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from slipstream.config import EngineConfig, ServerConfig, check
-from slipstream.errors import BadRequest, ConfigError, EngineDown
+from slipstream.errors import BadRequest, ConfigError, EngineDown, Overloaded
 from slipstream.outputs import RequestOutput, request_output
 from slipstream.process.board import Board
 from slipstream.process.group import Spec
@@ -217,7 +217,7 @@ class LLM(Local):
     >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text
 
     Parameters are the same for all prompts of a call, or a list with one for each. Every call raises BadRequest naming what is
-    wrong with its arguments, and EngineDown when a rank is lost.
+    wrong with its arguments, Overloaded when more wait than `max_queue`, and EngineDown when a rank is lost.
     """
 
     def generate(
@@ -300,6 +300,8 @@ def translated(e: BaseException) -> BaseException:
     """The front end's failures as the library's errors."""
     if isinstance(e, Failed):
         failure = e.failure
+        if failure.status == 429:
+            return Overloaded(failure.message)
         return BadRequest(failure.message, failure.param) if failure.status < 500 else EngineDown(failure.message)
     return e
 

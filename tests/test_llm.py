@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from slipstream import LLM, AsyncLLM, SamplingParams
-from slipstream.errors import BadRequest
+from slipstream.errors import BadRequest, Overloaded
 from tests.serve.fake import wait_for
 
 TINY = str(pathlib.Path(__file__).parent / "data" / "tiny")
@@ -141,6 +141,17 @@ def test_a_call_that_is_cancelled_ends_its_answers(patient):
 
     asyncio.run(main())
     wait_for(lambda: engine.live == 0)
+
+
+def test_calls_beyond_the_queue_are_overload_and_not_the_caller_s_mistake():
+    async def main():
+        async with await asyncio.to_thread(AsyncLLM, TINY, **SIM, max_num_seqs=1, max_queue=2) as llm:
+            many = [llm.generate("a", SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(8)]
+            return await asyncio.gather(*many, return_exceptions=True)
+
+    found = asyncio.run(main())
+    failed = [f for f in found if isinstance(f, BaseException)]
+    assert failed and len(failed) < 8 and all(isinstance(f, Overloaded) for f in failed), found
 
 
 def test_an_engine_that_is_closed_leaves_an_event_loop_free():

@@ -14,7 +14,7 @@ Absent = Annotated[list[Any], Meta(max_length=0)] | None  # of a field that is n
 class Ignored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The base of the bodies. A body that has a use for one of these fields declares it again."""
 
-    # who asks, and who pays
+    # the client, and its account
     user: Any = None
     safety_identifier: Any = None
     user_profile_id: Any = None

@@ -67,7 +67,7 @@ Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolR
 class TurnMessage(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
-    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message: after what it is no longer shown
+    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message: until when the model sees it
 
 
 class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -117,7 +117,7 @@ class CountTokensBody(Ignored, kw_only=True):
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     thread: dict[str, Any] | None = None  # see `check_thread`
-    # Anthropic's, not had here
+    # Anthropic's features that are not supported
     mcp_servers: Absent = None
     compaction: None = None
 
@@ -131,7 +131,7 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
-    container: None = None  # Anthropic's, not had here
+    container: None = None  # not supported
 
 
 def check_thread(body: CountTokensBody) -> None:

@@ -19,7 +19,7 @@ MAX_PROMPTS = 2048
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Verbosity = Literal["low", "medium", "high"]  # a wish that no model here knows of
+Verbosity = Literal["low", "medium", "high"]  # a hint that no chat template has a variable for
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -191,7 +191,7 @@ class ChatBody(Generate, kw_only=True):
     parallel_tool_calls: bool | None = None
     verbosity: Verbosity | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # OpenAI's, not had here: null or absent
+    # OpenAI's features that are not supported
     audio: None = None
     functions: Absent = None
     function_call: None = None

@@ -71,7 +71,7 @@ async def input_tokens(http: HttpRequest) -> Response:
 
 
 def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
-    """The response is too large to be stored: it says so, to its own client or, in the background, to those who ask for it."""
+    """Says that the response is too large to be stored: to its own client, or in the store where it ran in the background."""
     value["store"] = False
     if value["background"]:
         error = {"code": "server_error", "message": f"the response is larger than the {RECORD_BYTES} bytes that can be stored"}

@@ -118,7 +118,7 @@ class ResponsesBody(Ignored, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # OpenAI's, not had here: null or absent
+    # OpenAI's features that are not supported
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
