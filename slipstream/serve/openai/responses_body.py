@@ -7,7 +7,17 @@ from msgspec import Meta
 
 from slipstream.errors import BadRequest
 from slipstream.serve.errors import to_bad_request
-from slipstream.serve.openai.bodies import MAX_STOPS, ChatBody, Count, FunctionName, Penalty, Positive, StopString, TokenId
+from slipstream.serve.openai.bodies import (
+    MAX_STOPS,
+    ChatBody,
+    Count,
+    FunctionName,
+    Metadata,
+    Penalty,
+    Positive,
+    StopString,
+    TokenId,
+)
 
 # what is called otherwise in the chat body, whose checks name it
 NAMES = {
@@ -81,7 +91,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: ResponsesStreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # nothing is encrypted: reasoning stands in its items
     truncation: Literal["disabled"] | None = None
     # beyond OpenAI's, as in chat
