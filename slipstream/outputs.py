@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slipstream.log.request import TokenLogprobs
 from slipstream.serve.text.choice import Choice
-from slipstream.serve.text.logprobs import TokenNames
+from slipstream.serve.text.logprobs import Packed, TokenNames, unpacked
 
 
 class Logprob(NamedTuple):
@@ -56,9 +55,9 @@ def _completion(index: int, answer: Choice, names: TokenNames) -> CompletionOutp
     return CompletionOutput(index, piece.text, answer.ids, answer.finish_reason, answer.stop_reason, logprobs)
 
 
-def _named(ids: list[int], rows: list[TokenLogprobs | None], shown: int, names: TokenNames) -> Logprobs:
+def _named(ids: list[int], rows: Packed, shown: int, names: TokenNames) -> Logprobs:
     out: Logprobs = []
-    for id, row in zip(ids, rows, strict=True):
+    for id, row in zip(ids, unpacked(rows), strict=True):
         if row is None:
             out.append(None)
             continue

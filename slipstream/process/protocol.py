@@ -11,9 +11,10 @@ from slipstream.log.request import Request, TokenLogprobs
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. The leader answers with tokens and one `Finished`, or with one `Refused`."""
+    """A new request. The leader answers with tokens and one `Finished`, or with one `Refused`, for each of its choices."""
 
     request: Request
+    more: tuple[int, ...] = ()  # ids of further choices: the same request with the next choice numbers
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

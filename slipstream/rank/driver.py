@@ -22,6 +22,7 @@ from slipstream.process.protocol import Fault
 from slipstream.rank.events import (
     Arrived,
     Effect,
+    Event,
     Launch,
     LaunchForward,
     LaunchSample,
@@ -82,10 +83,10 @@ class Driver:
                 for outcome in self.executor.outcomes():
                     self.board.set("arrived", outcome.seq)
                     self.board.set("arrived_ns", self._stamp)
-                    self.perform(self.machine.on(Arrived(outcome), now))
+                    self.take(Arrived(outcome), now)
                 if self.compiler.fileno() in ready:
                     for compiled in self.compiler.take():
-                        self.perform(self.machine.on(compiled, now))
+                        self.take(compiled, now)
                 self.turn(ready, now)
                 self.complain(now)
         except Exception as e:
@@ -140,6 +141,9 @@ class Driver:
         return None
 
     # --- what the kinds of rank differ in
+
+    def take(self, event: Event, now: float) -> None:
+        self.perform(self.machine.on(event, now))
 
     def on_control(self) -> bool:
         """False when the supervisor is gone."""

@@ -91,9 +91,13 @@ class Leader(Rank):
         return len(self.planner.queue) + len(self.preparing)
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
-        if self.poisoned:
-            return
-        self.now = now
+        if not self.poisoned:
+            self.now = now
+            yield from self.take(event)
+            yield from self.advance()
+
+    def take(self, event: Event) -> Iterator[Effect]:
+        """Takes an event in, without planning yet."""
         if isinstance(event, Submitted):
             yield from self.submit(event.request)
         elif isinstance(event, Aborted):
@@ -108,6 +112,9 @@ class Leader(Rank):
             self.outcomes.append(event.outcome)
             self.record_step_time(event.outcome)
             yield from self.settle_arrived()
+
+    def advance(self) -> Iterator[Effect]:
+        """Plans and writes what is due."""
         yield from self.write_entries()
 
     # --- requests

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 from slipstream.errors import SlipstreamError
 from slipstream.serve import absent, debug, info, openapi
 from slipstream.serve.anthropic import messages
+from slipstream.serve.budget import Budget
+from slipstream.serve.delivery import Deliveries
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
 from slipstream.serve.guard import Guard
@@ -67,7 +69,8 @@ def build(front: Front) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
     app.state.front = front
-    return Guard(app, front.server_config)
+    front.deliveries = Deliveries(app, Budget(front.server_config.answer_memory_bytes))
+    return Guard(front.deliveries, front.server_config)
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from slipstream.config import EngineConfig, ServerConfig, served_name
 from slipstream.errors import BadRequest, EngineDown
 from slipstream.process.board import Board
 from slipstream.serve.budget import Budget
+from slipstream.serve.delivery import Deliveries
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.engine.progress import Progress
@@ -51,7 +52,7 @@ class Front:
     def __post_init__(self):
         self.model = served_name(self.engine_config, self.server_config)
         self.bodies = Budget(self.server_config.body_memory_bytes)
-        self.answers = Budget(self.server_config.answer_memory_bytes)
+        self.deliveries: Deliveries | None = None  # set with the application
         self.metrics = Metrics(self.model, self.shared_counters)
         self.engine = Engine(self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
@@ -95,9 +96,5 @@ class Front:
         while True:
             await asyncio.sleep(1.0)
             self.progress.look()
-            now = time.monotonic()
-            for generation, cut in list(self.open.items()):
-                if generation.is_stuck(now, self.slow_reader_seconds):
-                    generation.leave()
-                    if callable(cut):
-                        cut()
+            if self.deliveries is not None:
+                self.deliveries.cut(self.slow_reader_seconds)

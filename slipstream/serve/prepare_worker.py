@@ -1,8 +1,10 @@
 """The process that prepares requests with large bodies: `python -m slipstream.serve.prepare_worker`, started by `preparing.py`.
 
 Decoding a body, filling a template and tokenizing keep an interpreter busy for as long as the client's input is long; here they
-keep nobody waiting. Limits that the kernel keeps: computing time for each body, memory, no files. Messages both ways are framed
-as `system.framing` says: first `Setup`, then for each job `Asked`, the body and the earlier conversation; answers are `Answered`.
+keep nobody waiting. Limits that the kernel keeps: computing time for each body, memory, no files.
+
+Messages both ways are framed as `system.framing` says: first `Setup`, then for each job `Asked`, the body and the earlier
+conversation; answers are `Answered`.
 """
 
 import resource

@@ -1,7 +1,7 @@
 """From an HTTP request to what is submitted: the body read, decoded and worked on, wherever that keeps nobody waiting.
 
-Small bodies are worked on here, on the loop or on a thread (`prompts.prepare`). Large ones go to a process of their own: whatever
-a client puts into one, the loop only moves its bytes.
+Small bodies are worked on here, on the loop or on a thread (`prompts.prepare`). Large ones go to a process of their own:
+whatever a client puts into one, the loop only moves its bytes.
 """
 
 import os
@@ -44,7 +44,7 @@ class LargeBodies:
         return process
 
     async def run(self, name: str, raw: bytearray, desk: Desk, earlier: bytes) -> Prepared:
-        """`jobs.run` elsewhere. Raises as that does; Failed (413) for what takes too much, EngineDown where the process is lost."""
+        """`jobs.run` in one of the processes. Raises Failed (413) for what takes too much, EngineDown for a process lost."""
         try:
             found = await self._pool.ask(msgspec.msgpack.encode(Asked(name, desk.limits)), raw, earlier)
         except Overrun:

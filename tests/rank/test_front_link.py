@@ -7,11 +7,12 @@ import time
 import msgspec
 import pytest
 
-from slipstream.process.protocol import Abort, Finished
+from slipstream.log.request import Request, SamplingParams
+from slipstream.process.protocol import Abort, Finished, Refused, Submit
 from slipstream.rank import front_link
-from slipstream.rank.front_link import FrontLink
-from slipstream.rank.leader_driver import BEHIND_BYTES, BEHIND_SECONDS, LeaderDriver
-from slipstream.system.framing import frame
+from slipstream.rank.front_link import FrontLink, choices_of
+from slipstream.rank.leader_driver import BEHIND_BYTES, BEHIND_SECONDS, Choices, LeaderDriver
+from slipstream.system.framing import Frames, frame
 
 
 @pytest.fixture
@@ -66,3 +67,36 @@ def test_the_leader_waits_for_a_front_end_that_reads_but_not_for_long(ends):
     assert link.unsent <= BEHIND_BYTES
     link.close("over")
     reader.join()
+
+
+BIAS = tuple((i, 1.0) for i in range(10_000))
+
+
+def submit(first: int, count: int) -> Submit:
+    sampling = SamplingParams(logit_bias=BIAS, seed=7)
+    return Submit(Request(first, b"\0" * 400, 8, sampling), tuple(range(first + 1, first + count)))
+
+
+def test_choices_share_what_is_large_and_differ_in_their_number():
+    requests = list(choices_of(msgspec.msgpack.decode(msgspec.msgpack.encode(submit(10, 3)), type=Submit)))
+    assert [(r.id, r.sampling.choice, r.sampling.seed) for r in requests] == [(10, 0, 7), (11, 1, 7), (12, 2, 7)]
+    assert all(r.sampling.logit_bias is requests[0].sampling.logit_bias and r.prompt is requests[0].prompt for r in requests)
+
+
+def test_requests_beyond_the_queue_s_bytes_are_refused_until_others_have_ended(ends):
+    link, theirs = ends
+    driver = LeaderDriver.__new__(LeaderDriver)
+    driver.owner, driver.held_bytes = {}, 0
+    driver.queue_bytes = 2 * Choices.of(link, submit(0, 2)).weight
+    taken = []
+    driver.take = lambda event, now: taken.append(event.request.id)  # type: ignore[method-assign]
+    for first in (10, 20, 30):
+        driver.submit(Choices.of(link, submit(first, 2)), submit(first, 2), 0.0)
+    assert taken == [10, 11, 20, 21] and driver.held_bytes == driver.queue_bytes
+    link.flush()
+    refused = [msgspec.msgpack.decode(body, type=Refused) for body in Frames().feed(theirs.recv(1 << 16))]
+    assert [(r.id, r.status) for r in refused] == [(30, 429), (31, 429)] and "--queue-memory-bytes" in refused[0].message
+    assert driver.disown(10) is link and driver.held_bytes == driver.queue_bytes, "the other choice still runs"
+    assert driver.disown(11) is link and driver.held_bytes == driver.queue_bytes // 2
+    driver.submit(Choices.of(link, submit(40, 2)), submit(40, 2), 0.0)
+    assert taken[-2:] == [40, 41]

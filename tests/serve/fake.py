@@ -14,6 +14,7 @@ import msgspec
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.process.protocol import Abort, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens, ToLeader
+from slipstream.rank.front_link import choices_of
 from slipstream.system.framing import Frames, frame
 
 EOS, START = 256, 257
@@ -147,7 +148,8 @@ class FakeLeader:
     def _take(self, data: bytes) -> None:
         for message in map(self._decode, self._frames.feed(data)):
             if isinstance(message, Submit):
-                self._admit(message.request)
+                for request in choices_of(message):
+                    self._admit(request)
             else:
                 self.aborts.append(message)
                 run = self._runs.get(message.id)
@@ -165,8 +167,9 @@ class FakeLeader:
             self.send(Started(request.id, script.cached))
         if request.sampling.prompt_logprobs >= 0:
             ids = array("i", request.prompt)
-            rows = [logprobs_of(t, request.sampling.prompt_logprobs) for t in ids[1:]]
-            self.send(PromptLogprobs(request.id, 1, rows))
+            for at in range(1, len(ids), 2048):  # a chunk at a time, as a leader does
+                rows = [logprobs_of(t, request.sampling.prompt_logprobs) for t in ids[at : at + 2048]]
+                self.send(PromptLogprobs(request.id, at, rows))
 
     def _step(self) -> None:
         ids, tokens, logprobs, ends = array("q"), array("i"), {}, []

@@ -113,13 +113,12 @@ async def _never() -> dict:
 
 
 class Call:
-    """One HTTP request's run. The front end cuts a client that does not read, as it does for generations."""
+    """One HTTP request's run."""
 
     def __init__(self, front: "Front", run: Run):
         self.front = front
         self.run = run
         self.gone = False
-        self.blocked_since = 0.0
         self._tasks: list[asyncio.Task] = []
 
     async def __aenter__(self) -> "Call":
@@ -142,14 +141,9 @@ class Call:
         self.gone = True
         self.run.abort()
 
-    def is_stuck(self, now: float, seconds: float) -> bool:
-        return self.blocked_since > 0 and now - self.blocked_since > seconds
-
     async def write(self, send, data: bytes, more: bool) -> None:
-        """Writes a part of the body and notes how long the client makes it wait."""
-        self.blocked_since = time.monotonic()
+        """Writes a part of the body."""
         await send({"type": "http.response.body", "body": data, "more_body": more})
-        self.blocked_since = 0.0
 
     def feed(self, port: str, value: Any) -> None:
         """Gives a whole input, from a task of its own, since it may wait for room."""

@@ -9,7 +9,7 @@ import secrets
 import socket
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,12 +146,16 @@ class Engine:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a validated request over. Raises Failed or Overloaded, and then nothing was handed over."""
+    def submit(self, request: Request, sink: Sink, more: Sequence[tuple[Request, Sink]] = ()) -> None:
+        """Hands a validated request over, with `more` choices: the same request with the next choice numbers.
+
+        They travel together, since what they share may be large. Raises Failed or Overloaded, and then nothing was handed over.
+        """
         self.check_ready()
         assert self._link is not None
         self._live[request.id] = sink
-        self._link.send(Submit(request))
+        self._live.update((other.id, its_sink) for other, its_sink in more)
+        self._link.send(Submit(request, tuple(other.id for other, _ in more)))
 
     def abort(self, id: int, kept: int = -1) -> None:
         """The sink has ended by itself, having kept so many generated tokens (-1: all). It hears nothing more."""

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, SamplingParams
+from slipstream.serve.delivery import LongResponse
 from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
@@ -129,7 +130,7 @@ async def answer(
             await generation.done()
         if generation.gone:
             return Response(status_code=499)
-        return Response(b"".join(await run_sliced(form.whole())), media_type="application/json")
+        return LongResponse(await run_sliced(form.whole()))
     finally:
         if not streaming:
             generation.close()
@@ -147,18 +148,22 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form = self._generation, self._form
+
+        async def write(data: bytes, more: bool) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             if beginning := form.beginning():
-                await generation.write(send, beginning, True)
+                await write(beginning, True)
             while news := await generation.changed():
                 data = b"".join(await run_sliced(piece for answer in news for piece in form.events(answer)))
                 if data:
-                    await generation.write(send, data, True)
+                    await write(data, True)
             if not generation.gone:
-                await generation.write(send, form.closing(), False)
+                await write(form.closing(), False)
         except Failed as e:
-            await generation.write(send, form.failed(e.failure), False)
+            await write(form.failed(e.failure), False)
         finally:
             generation.close()
             self._front.open.pop(generation, None)

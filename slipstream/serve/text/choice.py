@@ -14,6 +14,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.errors import Failure
 from slipstream.serve.observe.metrics import Metrics
 from slipstream.serve.text.calls import Part
+from slipstream.serve.text.logprobs import pack
 from slipstream.serve.text.params import GenerationParams
 from slipstream.serve.text.prompts import Prompt
 from slipstream.serve.text.reader import Reader
@@ -26,7 +27,7 @@ class Piece(NamedTuple):
 
     text: str
     ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    logprobs: list[bytes | None]  # `TokenLogprobs` as `logprobs.pack` has them
     offsets: list[int]  # where each token begins in the text, the echoed prompt included
     parts: list[Part] = []  # where the plan has a reading: what the text says, in `text`'s place
 
@@ -66,7 +67,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure: Failure | None = None
-        self.prompt_rows: list[TokenLogprobs | None] = []
+        self.prompt_rows: list[bytes | None] = []
         self.opened = False  # whether its first event has been made
         self._engine = engine
         self._metrics = metrics
@@ -81,7 +82,7 @@ class Choice:
         self._end_token: int | None = None
         self._fresh: list[str] = []  # text not yet taken
         self._parts: list[Part] = []  # the same where there is a reader
-        self._logprobs: list[TokenLogprobs | None] = []
+        self._logprobs: list[bytes | None] = []
         self._offsets: list[int] = []
         self._length = len(prompt.text) if plan.echo else 0  # characters so far, those held back and cut included
         self._taken = 0  # tokens taken
@@ -103,7 +104,7 @@ class Choice:
     def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None:
         if not self.prompt_rows:
             self.prompt_rows = [None] * len(self.prompt.ids)
-        self.prompt_rows[start : start + len(rows)] = rows
+        self.prompt_rows[start : start + len(rows)] = map(pack, rows)
 
     def token(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         metrics, times = self._metrics, self.times
@@ -122,7 +123,7 @@ class Choice:
         ids = self.ids
         ids.append(token)
         if plan.logprobs >= 0:
-            self._logprobs.append(logprobs)
+            self._logprobs.append(logprobs and pack(logprobs))
             self._offsets.append(self._length)
         if token in self._stop_ids:
             self._end_token = token
