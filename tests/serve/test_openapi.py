@@ -2,6 +2,7 @@
 
 import json
 import types
+from typing import Any
 
 import jsonschema
 import openapi_spec_validator
@@ -18,8 +19,10 @@ PAGE = {"/", "/static/{name}"}
 def document(front, composite: bool = False) -> tuple[dict, list[Route]]:
     """The document of an application, and its routes."""
     settings = {name: getattr(front.front, name) for name in ("server_config", "engine_config", "model")}
-    guard = build(types.SimpleNamespace(**settings, composite=composite))  # type: ignore[arg-type]
-    routes = [r for r in guard._app.routes if isinstance(r, Route)]  # type: ignore[attr-defined]
+    app: Any = build(types.SimpleNamespace(**settings, composite=composite))  # type: ignore[arg-type]
+    while not hasattr(app, "routes"):  # what stands before the routes
+        app = app._app
+    routes = [r for r in app.routes if isinstance(r, Route)]
     describe = next(r for r in routes if r.path == "/openapi.json")
     body = describe.endpoint(None)
     try:
