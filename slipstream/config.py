@@ -84,6 +84,9 @@ class EngineConfig:
         None, "longest wait between two tokens of a stream to aim for, in ms (default: 100 on CPU, else 16)", above=0
     )
     max_queue: int = option(4096, "requests that may wait; more get HTTP 429", least=1)
+    queue_memory_bytes: int = option(
+        1 << 30, "bytes that waiting and running requests may take in the leader; more get HTTP 429", least=1 << 20
+    )
     sim_step_us: float = option(3000.0, "--device sim: microseconds a step takes", least=0)
     sim_token_us: float = option(17.0, "--device sim: microseconds more for each token of a step", least=0)
     sim_drafts: int = option(0, "--device sim: drafts that each decode row verifies", least=0, most=8)
@@ -103,6 +106,12 @@ class ServerConfig:
     served_model_name: str | None = option(None, "the name clients use (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
     api_server_count: int = option(1, "front-end processes that share the address", least=1, most=64)
+    body_memory_bytes: int = option(
+        512 << 20, "bytes of large request bodies that a front end holds at a time; more get HTTP 503", least=32 << 20
+    )
+    answer_memory_bytes: int = option(
+        1 << 30, "bytes of large answers that wait in a front end for their clients to read; more get HTTP 503", least=1 << 20
+    )
     drain_timeout: float = option(20.0, "seconds that SIGTERM leaves running requests", least=0)
     tool_call_parser: str = option(
         "auto",

@@ -1,4 +1,4 @@
-"""`slipstream.LLM`: the engine without HTTP, for programs on the same machine.
+"""`slipstream.LLM`: the engine without HTTP, for programs on the same machine (`AsyncLLM` stands in `async_llm.py`).
 
 The ranks are child processes as under a server; the supervisor and the front end's event loop are threads of the caller.
 Prompts and parameters pass through the same validation as HTTP bodies.
@@ -10,56 +10,49 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from slipstream.config import EngineConfig, ServerConfig, check
-from slipstream.errors import BadRequest, ConfigError, EngineDown
+from slipstream.errors import BadRequest, ConfigError, EngineDown, Overloaded
+from slipstream.outputs import RequestOutput, request_output
 from slipstream.process.board import Board
 from slipstream.process.group import Spec
-from slipstream.process.protocol import Attach, Down
+from slipstream.process.protocol import Attach, Down, Lost
 from slipstream.process.supervisor import Supervisor
+from slipstream.sampling_params import Params, SamplingParams, paired
 from slipstream.serve.engine.generation import Generation
-from slipstream.serve.errors import Failed
+from slipstream.serve.errors import Failed, to_bad_request
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, CompletionBody
 from slipstream.serve.openai.generate import requests_of
-from slipstream.serve.request_body import decode
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams, make_plan
-from slipstream.serve.text.prompts import Prompt, all_prompts, chat_prompt
+from slipstream.serve.text.prompts import Prompt, all_prompts, chat_prompt, prepare
 from slipstream.tokenize.tokenizer import load_tokenizer
 from slipstream.weights.pull import resolve_model
 
-Prompts = list[str] | list[list[int]]
-UNSHOWN = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "stream", "stream_options")
+T = TypeVar("T")
+Prompts = str | Sequence[str | list[int]]
+Conversation = list[dict[str, Any]]
+Progress = Callable[[int], None]
 PORTION = 64  # prompts whose answers are awaited together
 PORTIONS = 16  # as many portions run at a time: enough to fill the engine, and a queue stays short
 
 
-@dataclass(frozen=True)
-class Output:
-    """One finished answer."""
+class Portion(NamedTuple):
+    """Prompts that are submitted together, with the same parameters."""
 
-    text: str
-    token_ids: list[int]
-    finish_reason: str  # "stop" or "length"
-    prompt_tokens: int
-    cached_tokens: int
+    plan: GenerationParams
+    prompts: list[Prompt]
+    texts: list[str | None]
 
 
-class LLM:
-    """A model on this machine.
-
-    >>> llm = LLM("smollm2-135m", dtype="float32")
-    >>> llm.generate(["1, 2, 3,"], {"max_tokens": 8, "temperature": 0})[0].text
-
-    `params` are the API's names and values (`temperature`, `max_tokens`, `stop`, ...), the same for all prompts of a call.
-    """
+class Local:
+    """An engine in child processes of this one."""
 
     def __init__(self, model: str = "smollm2-135m", **options: Any):
         """`options` are the fields of `EngineConfig`. Raises ConfigError or ModelError; returns when the model is ready."""
@@ -100,6 +93,7 @@ class LLM:
 
     def _on_attach(self, message: Attach, sock: socket.socket) -> None:
         async def attach() -> None:
+            self._front.engine.on_lost = lambda incarnation: self._supervisor.reattach(Lost(0, incarnation))
             await self._front.engine.attach(message, sock)
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -109,110 +103,58 @@ class LLM:
     def _on_down(self, message: Down) -> None:
         self._loop.call_soon_threadsafe(self._front.engine.down, message)
 
-    # --- the caller's side
+    # --- the event loop's thread
 
-    def generate(
-        self, prompts: Prompts, params: dict[str, Any] | None = None, progress: Callable[[int], None] | None = None
-    ) -> list[Output]:
-        """Completes each prompt (a text, or token ids), as many at once as the engine takes, and returns the answers in order.
+    async def _generate(self, prompts: Prompts, params: Params, progress: Progress | None) -> list[RequestOutput]:
+        return await self._answer(await prepare(None, lambda: self._completions(prompts, params)), progress)
 
-        `progress(1)` is called as each prompt ends. Raises BadRequest naming the parameter, EngineDown when a rank is lost.
-        """
-        if isinstance(prompts, str) or not prompts:
-            raise BadRequest("prompts: expected a list of texts or of token-id lists", "prompts")
-        body = self._body(CompletionBody, {"prompt": list(prompts)}, params)
-        return self._await(self._generate(body, progress or (lambda count: None)))
+    async def _chat(
+        self, messages: Conversation | list[Conversation], params: Params, progress: Progress | None, options: dict[str, Any]
+    ) -> list[RequestOutput]:
+        several = [messages] if not messages or isinstance(messages[0], dict) else messages
+        return await self._answer(await prepare(None, lambda: self._chats(several, params, options)), progress)  # type: ignore[arg-type]
 
-    async def _generate(self, body: CompletionBody, progress: Callable[[int], None]) -> list[Output]:
-        plan, prompts = self._plan(body)
-        size = max(1, min(PORTION, self._config.max_queue) // plan.n)
-        room = asyncio.Semaphore(max(1, min(PORTIONS, self._config.max_queue // (size * plan.n))))
+    async def _answer(self, portions: list[Portion], progress: Progress | None) -> list[RequestOutput]:
+        together = max((portion.plan.n * len(portion.prompts) for portion in portions), default=1)
+        room = asyncio.Semaphore(max(1, min(PORTION * PORTIONS, self._config.max_queue) // together))
 
-        async def portion(at: int) -> list[Output]:
+        async def run(portion: Portion) -> list[RequestOutput]:
             async with room:
-                generation = self._begin(plan, prompts[at : at + size])
+                generation = self._begin(portion.plan, portion.prompts)
                 try:
                     while news := await generation.changed():
-                        progress(sum(a.ended for a in news))
-                    return [self._output(a) for a in generation.answers]
+                        if progress is not None and (ended := sum(a.ended for a in news)):
+                            progress(ended)
+                    n, answers = portion.plan.n, generation.answers
+                    assert self._front.names is not None
+                    return [
+                        request_output(t, answers[i * n : i * n + n], self._front.names) for i, t in enumerate(portion.texts)
+                    ]
                 finally:
                     generation.close()
 
-        tasks = [asyncio.create_task(portion(at)) for at in range(0, len(prompts), size)]
+        tasks = [asyncio.create_task(run(portion)) for portion in portions]
         try:
             return [output for part in await asyncio.gather(*tasks) for output in part]
         finally:
             for task in tasks:
                 task.cancel()
 
-    def chat(self, messages: list[dict[str, Any]], params: dict[str, Any] | None = None) -> Output:
-        """Answers a conversation."""
-        body = self._body(ChatBody, {"messages": messages}, params)
-
-        async def run() -> Output:
-            generation = self._begin(*self._plan(body))
-            try:
-                await generation.done()
-                return self._output(generation.answers[0])
-            finally:
-                generation.close()
-
-        return self._await(run())
-
-    def stream(self, messages: list[dict[str, Any]], params: dict[str, Any] | None = None) -> Iterator[str]:
-        """Answers a conversation piece by piece. Closing the iterator ends the answer."""
-        body = self._body(ChatBody, {"messages": messages}, params)
-        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
-
-        async def run() -> None:
-            try:
-                async for piece in self._pieces(body):
-                    pieces.put(piece)
-                pieces.put(None)
-            except BaseException as e:
-                pieces.put(e)
-
-        task = asyncio.run_coroutine_threadsafe(run(), self._loop)
+    async def _pieces(
+        self, messages: Conversation, params: SamplingParams | None, options: dict[str, Any]
+    ) -> AsyncIterator[str]:
+        (portion,) = await prepare(None, lambda: self._chats([messages], params, options))
+        if portion.plan.n > 1:
+            raise BadRequest("n: a stream is of one answer", "n")
+        generation = self._begin(portion.plan, portion.prompts)
         try:
-            while (piece := pieces.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise _translated(piece)
-                yield piece
+            while news := await generation.changed():
+                for answer in news:
+                    text = answer.take().text
+                    if text:
+                        yield text
         finally:
-            task.cancel()
-
-    def close(self) -> None:
-        """Ends the ranks. Nothing of the engine is left afterwards."""
-        self._supervisor.stop()
-        self._thread.join()
-        if self._loop.is_running():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop_thread.join()
-            self._loop.close()
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # --- inside
-
-    def _body(self, schema: type, given: dict[str, Any], params: dict[str, Any] | None) -> Any:
-        for name in UNSHOWN:
-            if params and params.get(name):
-                raise BadRequest(f"{name}: not here, since an Output would not show it; the HTTP server has it", name)
-        body = decode(msgspec.json.encode({**(params or {}), **given}), schema)
-        if schema is ChatBody and (body.n or 1) > 1:
-            raise BadRequest("n: a conversation gets one answer here; the HTTP server gives several", "n")
-        return body
-
-    def _plan(self, body: ChatBody | CompletionBody) -> tuple[GenerationParams, list[Prompt]]:
-        limits, tokenizer = self._front.engine.check_ready(), self._front.ready_tokenizer()
-        plan = make_plan(body, tokenizer)
-        if isinstance(body, ChatBody):
-            return plan, [chat_prompt(body, plan, tokenizer, limits)]
-        return plan, all_prompts(body, plan, tokenizer, limits)
+            generation.close()
 
     def _begin(self, plan: GenerationParams, prompts: list[Prompt]) -> Generation:
         front, tokenizer, now = self._front, self._front.ready_tokenizer(), time.monotonic()
@@ -224,34 +166,142 @@ class LLM:
         generation.start(answers, _never)
         return generation
 
-    async def _pieces(self, body: ChatBody) -> AsyncIterator[str]:
-        generation = self._begin(*self._plan(body))
+    # --- a thread for what takes its time
+
+    def _completions(self, given: Prompts, params: Params) -> list[Portion]:
+        prompts = [given] if isinstance(given, str) else list(given)
+        if not prompts or isinstance(prompts[0], int):
+            raise BadRequest("prompts: expected a text, a list of texts, or a list of token-id lists", "prompts")
+        limits, tokenizer = self._front.engine.check_ready(), self._front.ready_tokenizer()
+        out = []
+        for own, part in paired(prompts, params, "prompts"):
+            body = _converted({**own.of_completion(), "prompt": part}, CompletionBody)
+            plan = make_plan(body, tokenizer)
+            texts = [prompt if isinstance(prompt, str) else None for prompt in part]
+            out += self._portions(plan, all_prompts(body, plan, tokenizer, limits), texts)
+        return out
+
+    def _chats(self, several: list[Conversation], params: Params, options: dict[str, Any]) -> list[Portion]:
+        limits, tokenizer = self._front.engine.check_ready(), self._front.ready_tokenizer()
+        out = []
+        for own, part in paired(several, params, "messages"):
+            bodies = [_converted({**own.of_chat(), **options, "messages": messages}, ChatBody) for messages in part]
+            plan = make_plan(bodies[0], tokenizer)
+            prompts = [chat_prompt(body, plan, tokenizer, limits) for body in bodies]
+            out += self._portions(plan, prompts, [None] * len(prompts))
+        return out
+
+    def _portions(self, plan: GenerationParams, prompts: list[Prompt], texts: list[str | None]) -> list[Portion]:
+        size = max(1, min(PORTION, self._config.max_queue) // plan.n)
+        return [Portion(plan, prompts[at : at + size], texts[at : at + size]) for at in range(0, len(prompts), size)]
+
+    # --- the caller's side
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Ends the ranks. Nothing of the engine is left afterwards."""
+        self._supervisor.stop()
+        self._thread.join()
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop_thread.join()
+            self._loop.close()
+
+
+class LLM(Local):
+    """A model on this machine.
+
+    >>> llm = LLM("smollm2-135m", dtype="float32")
+    >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text
+
+    Parameters are the same for all prompts of a call, or a list with one for each. Every call raises BadRequest naming what is
+    wrong with its arguments, Overloaded when more wait than `max_queue`, and EngineDown when a rank is lost.
+    """
+
+    def generate(
+        self, prompts: Prompts, sampling_params: Params = None, progress: Progress | None = None
+    ) -> list[RequestOutput]:
+        """Completes each prompt (a text, or token ids), as many at once as the engine takes, and returns them in order.
+
+        `progress(k)` is called as answers end, from another thread.
+        """
+        return self._await(self._generate(prompts, sampling_params, progress))
+
+    def chat(
+        self,
+        messages: Conversation | list[Conversation],
+        sampling_params: Params = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several.
+
+        options: `add_generation_prompt`, `continue_final_message` and `chat_template_kwargs`, as in chat completions.
+        """
+        return self._await(self._chat(messages, sampling_params, progress, checked(options)))
+
+    def stream(self, messages: Conversation, sampling_params: SamplingParams | None = None, **options: Any) -> Iterator[str]:
+        """Answers a conversation piece by piece. Closing the iterator ends the answer."""
+        pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
+        task = self._submit(relay(self._pieces(messages, sampling_params, checked(options)), pieces.put))
         try:
-            while news := await generation.changed():
-                for answer in news:
-                    text = answer.take().text
-                    if text:
-                        yield text
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise translated(piece)
+                yield piece
         finally:
-            generation.close()
+            task.cancel()
 
-    def _output(self, answer: Choice) -> Output:
-        assert answer.finish_reason is not None
-        return Output(answer.take().text, answer.ids, answer.finish_reason, len(answer.prompt.ids), answer.cached_tokens)
-
-    def _await(self, work: Any) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
         try:
             return future.result()
         except BaseException as e:
             future.cancel()
-            raise _translated(e) from None
+            raise translated(e) from None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _translated(e: BaseException) -> BaseException:
+OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    for name in options:
+        if name not in OPTIONS:
+            raise BadRequest(f"{name}: a chat has no such argument; it has {', '.join(OPTIONS)}", name)
+    return options
+
+
+def _converted(given: dict[str, Any], schema: type[T]) -> T:
+    try:
+        return msgspec.convert(given, schema)
+    except msgspec.ValidationError as e:
+        raise to_bad_request(e) from None
+
+
+async def relay(pieces: AsyncIterator[str], put: Callable[[str | BaseException | None], None]) -> None:
+    """Hands everything over, then None or what was raised."""
+    try:
+        async for piece in pieces:
+            put(piece)
+        put(None)
+    except BaseException as e:
+        put(e)
+
+
+def translated(e: BaseException) -> BaseException:
     """The front end's failures as the library's errors."""
     if isinstance(e, Failed):
         failure = e.failure
+        if failure.status == 429:
+            return Overloaded(failure.message)
         return BadRequest(failure.message, failure.param) if failure.status < 500 else EngineDown(failure.message)
     return e
 

@@ -2,10 +2,7 @@
 
 import json
 
-import pytest
-
-from slipstream import LLM, cli
-from slipstream.errors import BadRequest
+from slipstream import cli
 
 
 def test_prompts_of_every_form_are_answered_in_order(tmp_path):
@@ -42,17 +39,6 @@ def test_more_prompts_than_one_http_request_may_hold_or_the_queue(tmp_path):
 def test_a_parameter_in_a_line_is_refused_with_its_flag(tmp_path, capsys):
     assert generate(tmp_path, ["a", {"prompt": "b", "seed": 3}]) == 2
     assert "line 2: seed" in (err := capsys.readouterr().err) and "--sample-seed" in err
-
-
-def test_what_an_output_cannot_show_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
-    hi = [{"role": "user", "content": "hi"}]
-    with LLM(str(tmp_path), device="sim", load_format="dummy") as llm:
-        for name, call in (("n", lambda: llm.chat(hi, {"n": 2})), ("logprobs", lambda: llm.generate(["a"], {"logprobs": 1}))):
-            with pytest.raises(BadRequest) as e:
-                call()
-            assert e.value.param == name
-        assert len(llm.generate(["a", "b"], {"n": 2, "max_tokens": 3})) == 4
 
 
 TINY = {

@@ -11,7 +11,9 @@ PACKAGE = pathlib.Path(slipstream.__file__).parent
 ROOMS = (
     ("cli",),
     ("commands",),
+    ("async_llm",),
     ("llm", "bench"),
+    ("sampling_params", "outputs"),
     ("verify",),
     ("serve",),
     ("components",),
@@ -32,7 +34,8 @@ ROOMS = (
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-PUBLIC = {"LLM": "llm"}  # names of the package itself, and the rooms they come from
+# names of the package itself, and the rooms they come from
+PUBLIC = {"LLM": "llm", "AsyncLLM": "async_llm", "SamplingParams": "sampling_params"}
 
 
 def imports(file: pathlib.Path) -> set[str]:

@@ -50,7 +50,9 @@ class Local:
         self.llm.close()
 
     def stream(self, messages: list[dict[str, str]], params: dict[str, typing.Any]) -> Iterator[str]:
-        return self.llm.stream(messages, params)
+        from slipstream import SamplingParams
+
+        return self.llm.stream(messages, SamplingParams(**params))
 
 
 class Remote:

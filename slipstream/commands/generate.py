@@ -6,7 +6,6 @@ parameter in a line is refused.
 """
 
 import argparse
-import concurrent.futures
 import contextlib
 import json
 import sys
@@ -15,8 +14,6 @@ import typing
 from slipstream import config
 from slipstream.commands import sampling
 from slipstream.errors import ConfigError
-
-CHATS_AT_ONCE = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     (engine,) = config.resolve(vars(args), config.EngineConfig)
-    params = sampling.read(args)
     rows = _read(args.prompts, args.format)
     if not rows:
         raise ConfigError(f"--prompts: {args.prompts} holds no prompt")
-    from slipstream.llm import LLM
+    from slipstream import LLM, SamplingParams
 
+    params = SamplingParams(**sampling.read(args))
     llm = LLM(**_fields(engine))
     try:
         outputs = _complete(llm, rows, params)
@@ -82,7 +79,7 @@ def _row(line: str, where: str) -> dict[str, typing.Any]:
     return row
 
 
-def _complete(llm: typing.Any, rows: list[dict[str, typing.Any]], params: dict[str, typing.Any]) -> list[typing.Any]:
+def _complete(llm: typing.Any, rows: list[dict[str, typing.Any]], params: typing.Any) -> list[typing.Any]:
     """Answers in the rows' order; prompts and chats may be mixed."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -95,27 +92,11 @@ def _complete(llm: typing.Any, rows: list[dict[str, typing.Any]], params: dict[s
             picked = [i for i, row in enumerate(rows) if _kind(row) is kind]
             if not picked:
                 continue
-            if kind is dict:
-                done = _chats(llm, [rows[i]["messages"] for i in picked], params, lambda: bar.advance(task))
-            else:
-                done = llm.generate([rows[i]["prompt"] for i in picked], params, progress=lambda n=1: bar.advance(task, n))
+            call, key = (llm.chat, "messages") if kind is dict else (llm.generate, "prompt")
+            done = call([rows[i][key] for i in picked], params, progress=lambda n: bar.advance(task, n))
             for i, output in zip(picked, done, strict=True):
                 outputs[i] = output
     return outputs
-
-
-def _chats(
-    llm: typing.Any, chats: list[typing.Any], params: dict[str, typing.Any], done: typing.Callable[[], None]
-) -> list[typing.Any]:
-    """Answers conversations, many at a time: each waits in a thread of its own while the engine batches them."""
-
-    def one(messages: typing.Any) -> typing.Any:
-        answer = llm.chat(messages, params)
-        done()
-        return answer
-
-    with concurrent.futures.ThreadPoolExecutor(min(CHATS_AT_ONCE, len(chats))) as pool:
-        return list(pool.map(one, chats))
 
 
 def _kind(row: dict[str, typing.Any]) -> type:
@@ -125,6 +106,7 @@ def _kind(row: dict[str, typing.Any]) -> type:
 def _write(path: str, rows: list[dict[str, typing.Any]], outputs: list[typing.Any]) -> None:
     with contextlib.ExitStack() as stack:
         out = sys.stdout if path == "-" else stack.enter_context(open(path, "w", encoding="utf-8"))
-        for row, o in zip(rows, outputs, strict=True):
-            answer = {"text": o.text, "token_ids": list(o.token_ids), "finish_reason": o.finish_reason}
-            out.write(json.dumps({**row, **answer, "prompt_tokens": o.prompt_tokens}, ensure_ascii=False) + "\n")
+        for row, output in zip(rows, outputs, strict=True):
+            (o,) = output.outputs
+            answer = {"text": o.text, "token_ids": o.token_ids, "finish_reason": o.finish_reason}
+            out.write(json.dumps({**row, **answer, "prompt_tokens": len(output.prompt_token_ids)}, ensure_ascii=False) + "\n")

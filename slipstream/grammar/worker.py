@@ -3,8 +3,8 @@
 A grammar is a program that a client sent. It is compiled here as a rank would compile it, inside limits that the kernel keeps:
 computing time for each (a timer whose signal ends the process, also from inside one long call), memory, no files.
 
-Messages both ways: 8 bytes of length, little endian, then the bytes. First `Setup` in msgpack, then grammars; each answer is
-the reason against the grammar as text, empty where there is none.
+Messages both ways are framed as `system.framing` says. First `Setup` in msgpack, then grammars; each answer is the reason
+against the grammar as text, empty where there is none.
 """
 
 import resource
@@ -14,6 +14,7 @@ import sys
 import msgspec
 
 from slipstream.grammar.matcher import Maker, Vocabulary
+from slipstream.system.framing import read_frame, write_frame
 
 MEMORY = 2 << 30  # bytes of address space, the vocabulary's index included
 
@@ -26,15 +27,11 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 def _read() -> bytes | None:
-    stream = sys.stdin.buffer
-    head = stream.read(8)
-    return stream.read(int.from_bytes(head, "little")) if len(head) == 8 else None
+    return read_frame(sys.stdin.buffer)
 
 
 def _write(answer: str) -> None:
-    data = answer.encode()
-    sys.stdout.buffer.write(len(data).to_bytes(8, "little") + data)
-    sys.stdout.buffer.flush()
+    write_frame(sys.stdout.buffer, answer.encode())
 
 
 def _limit() -> None:

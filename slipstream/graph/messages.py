@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slipstream.system import framing
+
 INLINE = 4096
 ROOM_WAIT = 30.0  # seconds that a value waits for room in the transport before its request fails
 _LENGTH = struct.Struct("<I")
@@ -132,8 +134,7 @@ def _plain(message: Any) -> Any:
 
 def encode(message: Any) -> bytes:
     """One message with its length before it."""
-    body = _encoder.encode(_plain(message))
-    return _LENGTH.pack(len(body)) + body
+    return framing.frame(_encoder.encode(_plain(message)))
 
 
 def with_value(message: Any, value: Any, tag: int = 0) -> Any:
@@ -147,14 +148,7 @@ class Frames:
 
     def __init__(self, kind: Any):
         self._decode = _decoders[kind].decode
-        self._buffer = bytearray()
+        self._frames = framing.Frames()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        self._buffer += data
-        while len(self._buffer) >= 4:
-            (n,) = _LENGTH.unpack_from(self._buffer)
-            if len(self._buffer) < 4 + n:
-                return
-            body = bytes(self._buffer[4 : 4 + n])
-            del self._buffer[: 4 + n]
-            yield self._decode(body)
+        return map(self._decode, self._frames.feed(data))

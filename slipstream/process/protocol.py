@@ -12,9 +12,10 @@ from slipstream.log.request import Request, TokenLogprobs
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """A new request. The leader answers with tokens and one `Finished`, or with one `Refused`."""
+    """A new request. The leader answers with tokens and one `Finished`, or with one `Refused`, for each of its choices."""
 
     request: Request
+    more: tuple[int, ...] = ()  # ids of further choices: the same request with the next choice numbers
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -141,8 +142,15 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     """Front end -> supervisor: the HTTP side is up and the tokenizer is loaded."""
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """Front end -> supervisor: the stream to a group's leader has ended. If that leader runs on, another Attach follows."""
+
+    group: int
+    incarnation: int
+
+
 ToFrontControl = Hello | Attach | Down | Drain
-ToSupervisor = Listening
+ToSupervisor = Listening | Lost
 
 
 # Between the supervisor and a rank: one SEQPACKET message each, msgpack, descriptors beside it.

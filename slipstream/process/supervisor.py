@@ -3,8 +3,10 @@
 It imports neither PyTorch nor the HTTP stack, holds no request, and decides by the board and by process ends alone.
 """
 
+import contextlib
 import os
 import pathlib
+import queue
 import selectors
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 from slipstream.process.board import Board
 from slipstream.process.control import Control
 from slipstream.process.group import STACKS, Group, Member, Spec, State, child_environment
-from slipstream.process.protocol import Attach, Down, Drain, Hello, ToSupervisor
+from slipstream.process.protocol import Attach, Down, Drain, Hello, Lost, ToSupervisor
 
 TICK = 0.1  # seconds between looks at the board
 TRIES = 6  # starts in a row that may fail without a token served in between
@@ -24,6 +26,9 @@ BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
 ONE_ASKING = 0.0005  # seconds within which several askings to stop count as one
 GRACE = 5.0  # seconds that a drained front end gets to exit ...
 HURRY = 3.0  # ... and one that was told twice; its last words may take two seconds to leave
+
+
+Deliver = Callable[[Attach, socket.socket], None]
 
 
 @dataclass
@@ -55,7 +60,7 @@ class Supervisor:
         specs: list[Spec],
         board: Board,
         step_timeout: float,
-        on_attach: Callable[[Attach, socket.socket], None] | None = None,
+        on_attach: Deliver | None = None,
         on_down: Callable[[Down], None] | None = None,
     ):
         self.board = board
@@ -72,11 +77,12 @@ class Supervisor:
         self.hurried = False
         self._attached: dict[int, int] = {}  # group -> incarnation that front ends know of
         self._selector = selectors.DefaultSelector()
-        self._asked_at = -1.0  # when `stop` was last heeded
-        self._stop_read, self._stop_write = socket.socketpair()
-        self._stop_read.setblocking(False)
-        self._stop_write.setblocking(False)
-        self._selector.register(self._stop_read, selectors.EVENT_READ, ("stop", None))
+        self._asked_at = -1.0  # when `stop` was last obeyed
+        self._asked: queue.SimpleQueue[Lost | None] = queue.SimpleQueue()  # None: to stop
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, ("asked", None))
 
     # --- the loop
 
@@ -90,10 +96,16 @@ class Supervisor:
         if now - self._asked_at < ONE_ASKING:
             return
         self._asked_at = now
-        try:
-            self._stop_write.send(b"s")
-        except OSError:
-            pass
+        self._ask(None)
+
+    def reattach(self, lost: Lost) -> None:
+        """Asks for another link to a leader, where the program that has the engine has lost its own; from any thread."""
+        self._ask(lost)
+
+    def _ask(self, what: Lost | None) -> None:
+        self._asked.put(what)
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"?")
 
     def run(self) -> int:
         """Until the end; returns the exit code. Whatever happens, no child outlives this call."""
@@ -109,19 +121,15 @@ class Supervisor:
             self._end_all()
 
     def _on(self, kind: str, who) -> None:
-        if kind == "stop":
-            try:
-                side_messages = self._stop_read.recv(64)
-            except BlockingIOError:
-                return
-            for _ in side_messages:
-                if not self.fronts or self.hurried:
-                    self.code = 0  # nobody has anything to end, or it was asked for a third time
-                elif self.draining_until is not None:
-                    self.hurried = True
-                    self._drain(0.0, HURRY)
-                else:
-                    self._drain(self.drain_timeout, GRACE)
+        if kind == "asked":
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(64)
+            while not self._asked.empty():
+                lost = self._asked.get()
+                if lost is None:
+                    self._stop_now()
+                elif self.on_attach is not None:
+                    self._reattach(lost, self.on_attach)
         elif kind == "rank":
             group, member = who
             group.on_message(member)
@@ -133,11 +141,22 @@ class Supervisor:
             got = who.control.receive()
             if got is None:
                 self._selector.unregister(who.control)
+            elif isinstance(got[0], Lost):
+                self._reattach(got[0], self._deliver_to(who))
             else:
                 who.listening = True
                 self._announce()
         elif kind == "front end":
             self._front_ended(who)
+
+    def _stop_now(self) -> None:
+        if not self.fronts or self.hurried:
+            self.code = 0  # nobody has anything to end, or it was asked for a third time
+        elif self.draining_until is not None:
+            self.hurried = True
+            self._drain(0.0, HURRY)
+        else:
+            self._drain(self.drain_timeout, GRACE)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -165,18 +184,29 @@ class Supervisor:
 
     def _attach(self, group: Group) -> None:
         self._attached[group.spec.index] = group.incarnation
+        for deliver in (*(self._deliver_to(f) for f in self.fronts), *([self.on_attach] if self.on_attach else [])):
+            self._link(group, deliver)
+        self._announce()
+
+    def _link(self, group: Group, deliver: Deliver) -> None:
+        """Gives the leader and a front end the two ends of a new stream."""
         assert group.begin is not None
         limits = group.begin.limits
         message = Attach(group.spec.index, group.incarnation, limits.pages, limits.slots, limits.max_len)
-        for deliver in (*(self._deliver_to(f) for f in self.fronts), *([self.on_attach] if self.on_attach else [])):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            group.give_front(theirs.fileno())
-            theirs.close()
-            deliver(message, ours)
-        self._announce()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        group.give_front(theirs.fileno())
+        theirs.close()
+        deliver(message, ours)
+
+    def _reattach(self, lost: Lost, deliver: Deliver) -> None:
+        """A front end has lost its stream to a leader. One that runs on gets another; else `_poison` and `_attach` follow."""
+        for group in self.groups:
+            if (group.spec.index, group.incarnation) == (lost.group, lost.incarnation) and group.state is State.READY:
+                self._say(f"a front end has lost its link to group {lost.group} and gets another")
+                self._link(group, deliver)
 
     @staticmethod
-    def _deliver_to(front: FrontEnd) -> Callable[[Attach, socket.socket], None]:
+    def _deliver_to(front: FrontEnd) -> Deliver:
         def deliver(message: Attach, sock: socket.socket) -> None:
             front.control.send(message, [sock.fileno()])
             sock.close()

@@ -22,6 +22,7 @@ from slipstream.rank.events import (
     Arrived,
     DeviceEffect,
     Effect,
+    Event,
     Launch,
     LaunchForward,
     Poison,
@@ -85,10 +86,10 @@ class Driver(Interpreter):
                 for outcome in self.executor.outcomes():
                     self.board.set("arrived", outcome.seq)
                     self.board.set("arrived_ns", self._stamp)
-                    self.perform(self.machine.on(Arrived(outcome), now))
+                    self.take(Arrived(outcome), now)
                 if self.preparer.fileno() in ready:
-                    for ready_resources in self.preparer.take():
-                        self.perform(self.machine.on(ready_resources, now))
+                    for resources in self.preparer.take():
+                        self.take(resources, now)
                 self.turn(ready, now)
                 self.complain(now)
         except Exception as e:
@@ -143,6 +144,9 @@ class Driver(Interpreter):
         return None
 
     # --- what the kinds of rank differ in
+
+    def take(self, event: Event, now: float) -> None:
+        self.perform(self.machine.on(event, now))
 
     def on_control(self) -> bool:
         """False when the supervisor is gone."""

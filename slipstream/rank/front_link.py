@@ -1,18 +1,29 @@
 """The leader's side of the stream to one front end. Never blocks: what the front end does not read is kept, up to a bound."""
 
 import socket
-import struct
+from collections.abc import Iterator
 
 import msgspec
+from msgspec import structs
 
-from slipstream.process.protocol import ToFront, ToLeader
+from slipstream.log.request import Request
+from slipstream.process.protocol import Submit, ToFront, ToLeader
+from slipstream.system.framing import BadFrame, Frames, frame
 
 MAX_UNSENT = 64 << 20  # bytes
-_LENGTH = struct.Struct("<I")
+_READ = 1 << 18  # bytes
+
+
+def choices_of(message: Submit) -> Iterator[Request]:
+    """A request for each choice. They share what is large: prompt, bias and grammar."""
+    request = message.request
+    yield request
+    for k, id in enumerate(message.more, request.sampling.choice + 1):
+        yield structs.replace(request, id=id, sampling=structs.replace(request.sampling, choice=k))
 
 
 class FrontLink:
-    """Messages both ways, in order. `closed` once the front end is gone or was cut off; nothing is sent then."""
+    """Messages both ways, in order. `closed` says why the link has ended, "" while it has not; nothing is sent then."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -20,21 +31,19 @@ class FrontLink:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToLeader).decode
         self._unsent = bytearray()
-        self._rest = bytearray()
-        self.closed = False
+        self._frames = Frames()
+        self.closed = ""
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def queue(self, message: ToFront) -> None:
-        body = self._encode(message)
-        self._unsent += _LENGTH.pack(len(body))
-        self._unsent += body
+        self._unsent += frame(self._encode(message))
 
     @property
-    def blocked(self) -> bool:
-        """Whether something waits to be sent, so that the driver should watch for room."""
-        return bool(self._unsent)
+    def unsent(self) -> int:
+        """Bytes that wait until the front end reads."""
+        return len(self._unsent)
 
     def flush(self) -> None:
         """Sends what the socket takes. A front end that leaves MAX_UNSENT bytes unread is cut off."""
@@ -45,38 +54,33 @@ class FrontLink:
             del self._unsent[:sent]
         except BlockingIOError:
             pass
-        except OSError:
-            self.close()
+        except OSError as e:
+            self.close(f"sending to it failed: {e.strerror}")
         if len(self._unsent) > MAX_UNSENT:
-            self.close()
+            self.close(f"it has left more than {MAX_UNSENT >> 20} MiB unread")
 
     def receive(self) -> list[ToLeader]:
-        """Whole messages that have arrived; sets `closed` at the end of the stream."""
-        while True:
+        """Whole messages that have arrived; sets `closed` at the end of the stream, or where it holds something else."""
+        out: list[ToLeader] = []
+        while not self.closed:
             try:
-                data = self.sock.recv(1 << 18)
+                data = self.sock.recv(_READ)
             except BlockingIOError:
                 break
             except OSError:
                 data = b""
             if not data:
-                self.close()
+                self.close("it has closed the stream")
                 break
-            self._rest += data
-            if len(data) < 1 << 18:
+            try:
+                out.extend(map(self._decode, self._frames.feed(data)))
+            except (BadFrame, msgspec.MsgspecError) as e:
+                self.close(f"it has sent something that is not a message: {e}")
+            if len(data) < _READ:
                 break
-        out, at = [], 0
-        while len(self._rest) - at >= 4:
-            (length,) = _LENGTH.unpack_from(self._rest, at)
-            if len(self._rest) - at - 4 < length:
-                break
-            out.append(self._decode(memoryview(self._rest)[at + 4 : at + 4 + length]))
-            at += 4 + length
-        if at:
-            self._rest = self._rest[at:]
         return out
 
-    def close(self) -> None:
+    def close(self, why: str) -> None:
         if not self.closed:
-            self.closed = True
+            self.closed = why
             self.sock.close()

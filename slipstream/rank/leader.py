@@ -96,7 +96,7 @@ class Leader(Rank):
             yield from super().on(event, now)
 
     def take(self, event: Event) -> Iterator[Effect]:
-        """What a front end and followers send; the rest is every rank's."""
+        """Takes in what a front end and followers send, without planning yet; the rest is every rank's."""
         if isinstance(event, Submitted):
             yield from self.submit(event.request)
         elif isinstance(event, Aborted):

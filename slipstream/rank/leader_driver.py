@@ -2,7 +2,9 @@
 
 import select
 import socket
+import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,22 +12,44 @@ from slipstream.errors import Diverged
 from slipstream.process.channel import LeaderEnd
 from slipstream.process.protocol import Finished, Load, Refused, Submit, Tokens
 from slipstream.rank.driver import IDLE, Driver, Parts
-from slipstream.rank.events import Aborted, Poison, Send, SendToFront, Submitted, Tick, Wake
-from slipstream.rank.front_link import FrontLink
+from slipstream.rank.events import Aborted, Event, Poison, Send, SendToFront, Submitted, Tick, Wake
+from slipstream.rank.front_link import FrontLink, choices_of
 from slipstream.rank.leader import HEARTBEAT, Leader
 
 LOAD_EVERY = 0.1  # seconds
+BEHIND_BYTES = 8 << 20  # unread by a front end, above which the group slows down for it ...
+BEHIND_SECONDS = 0.05  # ... by so much a turn at most: what it serves others, and the beat that the supervisor sees, go on
+
+
+@dataclass
+class Choices:
+    """The requests that came as one message, until the last of them has ended."""
+
+    link: FrontLink  # who asked
+    weight: int  # bytes that they take together
+    left: int
+
+    @classmethod
+    def of(cls, link: FrontLink, message: Submit) -> "Choices":
+        """The weight counts what a client can make large, in Python's objects: a bias is a pair of numbers in a tuple."""
+        request, sampling, count = message.request, message.request.sampling, 1 + len(message.more)
+        words = sum(64 + 40 * len(word) for word in sampling.bad_words)
+        shared = len(request.prompt) + len(request.grammar) + 160 * len(sampling.logit_bias) + words
+        return cls(link, shared + 2048 * count, count)
 
 
 class LeaderDriver(Driver):
     machine: Leader
 
-    def __init__(self, machine: Leader, parts: Parts, channel: LeaderEnd):
+    def __init__(self, machine: Leader, parts: Parts, channel: LeaderEnd, queue_bytes: int):
+        """queue_bytes: that the requests which wait and run may take."""
         super().__init__(machine, parts)
         self.channel = channel
         self.fronts: dict[int, FrontLink] = {}
-        self.owner: dict[int, FrontLink] = {}  # request id -> who asked
+        self.owner: dict[int, Choices] = {}  # by request id
+        self.queue_bytes, self.held_bytes = queue_bytes, 0
         self.wake_at: float | None = None
+        self.news = False  # whether something was taken in since the last plan
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
         self._load: Load | None = None
         self._load_at = 0.0
@@ -35,6 +59,8 @@ class LeaderDriver(Driver):
             self._poll.register(fd, select.POLLIN)
 
     def timeout(self) -> float:
+        if self._falls_idle():
+            return 0.0
         if self.wake_at is None:
             return IDLE
         return min(max(self.wake_at - time.monotonic(), 0.0), IDLE)
@@ -65,29 +91,76 @@ class LeaderDriver(Driver):
         return True
 
     def turn(self, ready: set[int], now: float) -> None:
-        """Drain the inbox, prune what is gone, publish the load; the machine admits and plans at each event."""
+        """Drains every inbox and prunes what is gone, publishes the load, and then admits and plans, once.
+
+        Outcomes and grammars were taken in before. A plan that came earlier would miss what arrived in the same moment.
+        """
         machine = self.machine
         for reply in self.channel.receive():
-            self.perform(machine.on(reply, now))
+            self.take(reply, now)
         for fd in ready & self.fronts.keys():
             self.drain(self.fronts[fd], now)
+        self.publish_load(now)
         if (self.wake_at is not None and self.wake_at <= now) or now - machine.written_at >= HEARTBEAT:
             self.wake_at = None
-            self.perform(machine.on(Tick(), now))
-        self.publish_load(now)
+            self.take(Tick(), now)
+        if self.news:
+            self.news = False
+            self.perform(machine.advance())
+        self.ease()
         for link in list(self.fronts.values()):
             self.push(link, now)
+
+    def take(self, event: Event, now: float) -> None:
+        """Only takes it in; the turn plans when all is drained."""
+        self.news = True
+        self.machine.now = now
+        self.perform(self.machine.take(event))
+
+    def ease(self) -> None:
+        """Waits a moment for front ends that read more slowly than the group generates, rather than cut them off for it."""
+        end = time.monotonic() + BEHIND_SECONDS
+        while behind := [link for link in self.fronts.values() if link.unsent > BEHIND_BYTES and not link.closed]:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([], behind, [], left)[1]:
+                return
+            for link in behind:
+                link.flush()
 
     def drain(self, link: FrontLink, now: float) -> None:
         fd = link.fileno()
         for message in link.receive():
             if isinstance(message, Submit):
-                self.owner[message.request.id] = link
-                self.perform(self.machine.on(Submitted(message.request), now))
+                self.submit(Choices.of(link, message), message, now)
             else:
-                self.perform(self.machine.on(Aborted(message.id, message.kept), now))
+                self.take(Aborted(message.id, message.kept), now)
         if link.closed:
             self.forget(fd, link, now)
+
+    def submit(self, choices: Choices, message: Submit, now: float) -> None:
+        if self.held_bytes + choices.weight > self.queue_bytes:
+            text = f"the requests that wait and run take {self.held_bytes >> 20} MiB (--queue-memory-bytes); try again later"
+            for id in (message.request.id, *message.more):
+                choices.link.queue(Refused(id, 429, text))
+            return
+        self.held_bytes += choices.weight
+        for request in choices_of(message):
+            self.owner[request.id] = choices
+            self.take(Submitted(request), now)
+
+    def disown(self, id: int) -> FrontLink | None:
+        """The request has ended; returns whose it was."""
+        choices = self.owner.pop(id, None)
+        if choices is None:
+            return None
+        choices.left -= 1
+        if not choices.left:
+            self.held_bytes -= choices.weight
+        return choices.link
+
+    def link_of(self, id: int) -> FrontLink | None:
+        choices = self.owner.get(id)
+        return choices and choices.link
 
     def push(self, link: FrontLink, now: float) -> None:
         fd = link.fileno()
@@ -95,18 +168,23 @@ class LeaderDriver(Driver):
         if link.closed:
             self.forget(fd, link, now)
         else:
-            self._poll.modify(fd, select.POLLIN | (select.POLLOUT if link.blocked else 0))
+            self._poll.modify(fd, select.POLLIN | (select.POLLOUT if link.unsent else 0))
 
     def forget(self, fd: int, link: FrontLink, now: float) -> None:
-        """A front end is gone, and its clients with it."""
+        """A front end is gone, or only its link is: it then hears so from the socket. Its clients' requests end here."""
+        print(f"slipstream: the leader has lost a front end: {link.closed}", file=sys.stderr, flush=True)
         self._poll.unregister(fd)
         del self.fronts[fd]
-        for id in [id for id, owner in self.owner.items() if owner is link]:
-            del self.owner[id]
-            self.perform(self.machine.on(Aborted(id, -1), now))
+        for id in [id for id, choices in self.owner.items() if choices.link is link]:
+            self.disown(id)
+            self.take(Aborted(id, -1), now)
+
+    def _falls_idle(self) -> bool:
+        """Whether nothing runs any more and nobody has been told."""
+        return bool(self._load and self._load.running and not self.machine.replica.requests)
 
     def publish_load(self, now: float) -> None:
-        if now - self._load_at < LOAD_EVERY and not (self._load and self._load.running and not self.machine.replica.requests):
+        if now - self._load_at < LOAD_EVERY and not self._falls_idle():
             return
         machine, replica = self.machine, self.machine.replica
         counters = machine.planner.counters
@@ -147,7 +225,7 @@ class LeaderDriver(Driver):
             self.send_tokens(message)
         elif not isinstance(message, Load):
             last = isinstance(message, Finished | Refused)
-            link = self.owner.pop(message.id, None) if last else self.owner.get(message.id)
+            link = self.disown(message.id) if last else self.link_of(message.id)
             if link is not None and not link.closed:
                 link.queue(message)
 
@@ -159,7 +237,7 @@ class LeaderDriver(Driver):
             return
         ids = np.frombuffer(message.ids, "<i8")
         tokens = np.frombuffer(message.tokens, "<i4")
-        owners = [self.owner.get(id) for id in ids.tolist()]
+        owners = [self.link_of(id) for id in ids.tolist()]
         for link in links:
             own = [i for i, owner in enumerate(owners) if owner is link]
             if own:

@@ -91,7 +91,7 @@ def build_driver(engine: config.EngineConfig, setup: Setup, limits: Limits, part
     budget = Budget(engine.max_num_batched_tokens, target * 1e-3)
     planner = Planner(replica, budget, engine.max_queue, parts.executor.copy_seconds)
     leader = Leader(replica, planner, setup.size, engine.scheduling == "async")
-    return LeaderDriver(leader, parts, LeaderEnd(rings[0::2], rings[1::2], engine.step_timeout))
+    return LeaderDriver(leader, parts, LeaderEnd(rings[0::2], rings[1::2], engine.step_timeout), engine.queue_memory_bytes)
 
 
 def default_target_itl_ms(device: str) -> float:

@@ -26,6 +26,7 @@ ABSENT = {
     "/v1/audio/transcriptions": "this model does not hear: serve one with audio",
     "/v1/audio/translations": "this model does not hear: serve one with audio",
     "/v1/audio/speech": "this model does not speak: serve one with audio",
+    "/v1/responses/compact": "conversations are not compacted: send the items that are to be kept",
     "/v1/files": "files are not supported",
     "/v1/batches": "batches are not supported: send the requests at once, the server batches them",
     "/v1/fine_tuning/jobs": "fine-tuning is not supported",

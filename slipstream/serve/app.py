@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 from slipstream.errors import SlipstreamError
 from slipstream.serve import absent, debug, info, openapi
 from slipstream.serve.anthropic import messages
+from slipstream.serve.budget import Budget
+from slipstream.serve.delivery import Deliveries
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
 from slipstream.serve.guard import Guard
@@ -24,7 +26,8 @@ log = logging.getLogger("slipstream.http")
 def build(front: Front) -> ASGIApp:
     """The ASGI application of one front end."""
     enable_debug = front.server_config.enable_debug
-    spec = openapi.document(enable_debug)
+    needs_key = front.server_config.api_key is not None
+    spec = openapi.document(enable_debug, needs_key)
 
     async def describe(http: Request) -> Response:
         return info.as_json(spec)
@@ -36,6 +39,7 @@ def build(front: Front) -> ASGIApp:
         Route("/v1/models/{id:path}", info.model, methods=["GET"]),
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", info.tokenizer_info, methods=["GET"]),
         *responses.routes(),
         *messages.routes(),
         *absent.routes(),
@@ -54,7 +58,7 @@ def build(front: Front) -> ASGIApp:
         from slipstream.serve.audio import routes as audio_routes
 
         routes = [*audio_routes.routes(), *routes]
-        spec = openapi.document(enable_debug, audio_routes.documented())
+        spec = openapi.document(enable_debug, needs_key, audio_routes.documented())
     handlers = {
         HTTPException: _on_http,
         SlipstreamError: _on_error,
@@ -65,7 +69,8 @@ def build(front: Front) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
     app.state.front = front
-    return Guard(app, front.server_config)
+    front.deliveries = Deliveries(app, Budget(front.server_config.answer_memory_bytes))
+    return Guard(front.deliveries, front.server_config)
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

@@ -5,6 +5,7 @@ Messages name fields and limits, never what a prompt or an answer says.
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -31,6 +32,7 @@ class Failure:
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
+    details: dict[str, Any] | None = None  # in Anthropic's form only: a reason that its clients act on
 
     def body(self) -> bytes:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
@@ -40,13 +42,18 @@ class Failure:
     def anthropic_body(self) -> bytes:
         """The same in the form of Anthropic's API."""
         kind = _ANTHROPIC.get(self.status) or ("invalid_request_error" if self.status < 500 else "api_error")
-        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
+        error = {"type": kind, "message": self.message} | ({"details": self.details} if self.details else {})
+        return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, path: str = "") -> Response:
         """path: the request's, which says in whose form to answer."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after)))
+        if self.status == 415:
+            headers["accept-encoding"] = "identity"  # RFC 9110, section 15.5.16
+        if self.status == 501:
+            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would send the request twice more
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
@@ -74,7 +81,7 @@ def to_failure(error: Exception) -> Failure:
     return Failure(500, "internal error", code="internal_error")
 
 
-_AT = re.compile(r" - at `\$\.?(.*)`$")
+_AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
 
 
@@ -92,4 +99,6 @@ def to_bad_request(error: msgspec.ValidationError) -> BadRequest:
         kind = "unknown parameter" if "unknown" in message else "missing parameter"
         return BadRequest(f"{kind}: {path[:200]}", path[:200])
     path = path[:200].replace("[...]", "")
+    if message.startswith("Expected `null`,") or message.endswith("of length <= 0"):
+        return BadRequest(f"{path}: is not supported here; leave it out", path)
     return BadRequest(f"{path or 'body'}: {message[:300]}", path or None)

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 from slipstream.config import EngineConfig, ServerConfig, served_name
 from slipstream.errors import BadRequest, EngineDown
 from slipstream.process.board import Board
+from slipstream.serve.budget import Budget
+from slipstream.serve.delivery import Deliveries
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.engine.progress import Progress
+from slipstream.serve.jobs import Desk
 from slipstream.serve.observe.metrics import Metrics
 from slipstream.serve.observe.shared_counters import SharedCounters
 from slipstream.serve.observe.telemetry import open_telemetry
@@ -22,6 +25,7 @@ from slipstream.tokenize.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.serve.engine.composite import Composite
+    from slipstream.serve.preparing import LargeBodies
 
 SLOW_READER_SECONDS = 20.0
 
@@ -42,10 +46,13 @@ class Front:
     response_store: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     slow_reader_seconds: float = SLOW_READER_SECONDS
+    large: "LargeBodies | None" = None  # None: large bodies are prepared in this process too
     composite: "Composite | None" = None  # where the model is one of several components
 
     def __post_init__(self):
         self.model = served_name(self.engine_config, self.server_config)
+        self.bodies = Budget(self.server_config.body_memory_bytes)
+        self.deliveries: Deliveries | None = None  # set with the application
         self.metrics = Metrics(self.model, self.shared_counters)
         self.engine = Engine(self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
@@ -69,6 +76,13 @@ class Front:
         if name is not None and name != self.model:
             raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {self.model!r}", "model", 404)
 
+    def desk(self, generates: bool) -> Desk:
+        """What preparing a request needs. Raises EngineDown or Failed (503) where there is no tokenizer, or no engine."""
+        tokenizer = self.ready_tokenizer()
+        assert self.names is not None
+        limits = self.engine.check_ready() if generates else self.engine.limits
+        return Desk(self.model, tokenizer, self.names, self.dialect, limits)
+
     def unhealthy(self) -> str | None:
         """Why a new request would not be served well now; None when it would."""
         if self.engine.state != "ready":
@@ -82,9 +96,5 @@ class Front:
         while True:
             await asyncio.sleep(1.0)
             self.progress.look()
-            now = time.monotonic()
-            for generation, cut in list(self.open.items()):
-                if generation.is_stuck(now, self.slow_reader_seconds):
-                    generation.leave()
-                    if callable(cut):
-                        cut()
+            if self.deliveries is not None:
+                self.deliveries.cut(self.slow_reader_seconds)

@@ -85,9 +85,12 @@ class Guard:
                 )
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 and (hosts or scope.get("http_version") != "1.0"):  # RFC 9112, section 3.2
+            return Failure(400, f"Host: a request has exactly one, this one has {len(hosts)}")
         if self._loopback:
             host = headers.get(b"host", b"").decode("latin-1")
-            if _hostname(f"//{host}") not in self._hosts:
+            if hosts and _hostname(f"//{host}") not in self._hosts:  # no browser sends HTTP/1.0; load balancers' checks do
                 return Failure(403, "this server is bound to a loopback address and answers to 127.0.0.1 and localhost only")
             origin = headers.get(b"origin")
             if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():

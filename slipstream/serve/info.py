@@ -1,5 +1,6 @@
 """The routes that generate nothing: models, tokens, health, version, metrics, and the page."""
 
+import datetime
 import importlib.resources
 
 import msgspec
@@ -7,13 +8,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import slipstream
-from slipstream.errors import BadRequest
 from slipstream.serve.errors import Failed, Failure
 from slipstream.serve.front import Front
-from slipstream.serve.openai.bodies import DetokenizeBody, TokenizeBody
-from slipstream.serve.request_body import read
-from slipstream.serve.text.prompts import encode, prepare, size_of, templated
-from slipstream.serve.text.tools import for_template
+from slipstream.serve.preparing import prepared
 
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -27,15 +24,25 @@ def as_json(value, status: int = 200, **headers: str) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    """GET /v1/models."""
-    return as_json({"object": "list", "data": [_card(http.app.state.front)]})
+    """GET /v1/models. Anthropic's clients, which send a version of its API, get Anthropic's form."""
+    front: Front = http.app.state.front
+    if "anthropic-version" in http.headers:
+        return as_json({"data": [_anthropic_card(front)], "has_more": False, "first_id": front.model, "last_id": front.model})
+    return as_json({"object": "list", "data": [_card(front)]})
 
 
 async def model(http: HttpRequest) -> Response:
     """GET /v1/models/{id}."""
     front: Front = http.app.state.front
     front.check_model(http.path_params["id"])
-    return as_json(_card(front))
+    return as_json(_anthropic_card(front) if "anthropic-version" in http.headers else _card(front))
+
+
+def _anthropic_card(front: Front) -> dict:
+    created = datetime.datetime.fromtimestamp(front.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    most = front.engine.limits.max_len if front.engine.limits else None
+    card = {"type": "model", "id": front.model, "display_name": front.model, "created_at": created, "lifecycle": "active"}
+    return {**card, "max_input_tokens": most, "max_tokens": most}
 
 
 def _card(front: Front) -> dict:
@@ -47,37 +54,31 @@ def _card(front: Front) -> dict:
 
 async def tokenize(http: HttpRequest) -> Response:
     """POST /tokenize."""
-    front: Front = http.app.state.front
-    body = await read(http, TokenizeBody)
-    front.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise BadRequest("prompt: give either prompt or messages", "prompt")
-    tokenizer = front.ready_tokenizer()
-
-    def work() -> list[int]:
-        if body.messages is not None:
-            return templated(body, tokenizer, front.engine.limits, for_template(body.tools), front.dialect)
-        return encode(body.prompt or "", tokenizer, front.engine.limits, body.add_special_tokens is not False, "prompt")
-
-    ids = await prepare(None if body.messages is not None else size_of(body), work)
-    assert front.names is not None
-    texts = [front.names(id)[0] for id in ids] if body.return_token_strs else None
-    limits = front.engine.limits
-    answer = {"count": len(ids), "max_model_len": limits.max_len if limits else None, "tokens": ids, "token_strs": texts}
-    return as_json(answer)
+    return Response((await prepared(http, "tokenize")).more, media_type="application/json")
 
 
 async def detokenize(http: HttpRequest) -> Response:
     """POST /detokenize."""
+    return Response((await prepared(http, "detokenize")).more, media_type="application/json")
+
+
+async def tokenizer_info(http: HttpRequest) -> Response:
+    """GET /tokenizer_info: what a client needs to tokenize, and to render conversations, as the server does."""
     front: Front = http.app.state.front
-    body = await read(http, DetokenizeBody)
-    front.check_model(body.model)
     tokenizer = front.ready_tokenizer()
-    if body.tokens and max(body.tokens) >= tokenizer.vocab_size:
-        raise BadRequest(f"tokens: must be below {tokenizer.vocab_size}, the vocabulary's size", "tokens")
-    skip = bool(body.skip_special_tokens)
-    text = await prepare(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=skip))
-    return as_json({"prompt": text})
+    limits, eos = front.engine.limits, tokenizer.eos_ids[0] if tokenizer.eos_ids else None
+    special = {str(id): {"content": tokenizer.token_text(id), "special": True} for id in sorted(tokenizer.special_ids)}
+    answer = {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": limits.max_len if limits else None,
+        "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+        "eos_token": None if eos is None else tokenizer.token_text(eos),
+        "eos_token_ids": list(tokenizer.eos_ids),
+        "added_tokens_decoder": special,
+    }
+    template = tokenizer.template
+    return as_json({**answer, "chat_template": template.source if template else None})
 
 
 async def health(http: HttpRequest) -> Response:

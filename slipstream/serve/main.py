@@ -6,6 +6,7 @@ sends `Drain`. The process ends with its parent.
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
@@ -22,7 +23,7 @@ from slipstream import config
 from slipstream.errors import ConfigError, ModelError
 from slipstream.process.board import Board
 from slipstream.process.control import die_with_parent
-from slipstream.process.protocol import Attach, Down, Drain
+from slipstream.process.protocol import Attach, Down, Drain, Listening, Lost
 from slipstream.serve.app import build
 from slipstream.serve.engine.control import Control
 from slipstream.serve.errors import Failure
@@ -31,7 +32,8 @@ from slipstream.serve.http import Connection
 from slipstream.serve.observe.logs import set_up
 from slipstream.serve.observe.shared_counters import SharedCounters
 from slipstream.serve.openai.response_store import ResponseStore
-from slipstream.tokenize.tokenizer import load_tokenizer
+from slipstream.serve.prepare_worker import Setup, tokenizer_of
+from slipstream.serve.preparing import LargeBodies
 
 log = logging.getLogger("slipstream.serve")
 
@@ -97,6 +99,7 @@ class Process:
         self.front = Front(
             engine_config, server_config, Board(board_fd), shared_counters=shared_counters, response_store=response_store
         )
+        self.front.engine.on_lost = lambda incarnation: control.tell(Lost(0, incarnation))
         self._missing = 2  # the HTTP server and the tokenizer
         if hello.graph:
             from slipstream.serve.engine.composite import Composite
@@ -116,11 +119,9 @@ class Process:
     async def _load_tokenizer(self) -> None:
         c = self.front.engine_config
 
-        def load():
-            invented = c.device == "sim" or c.load_format == "dummy"
-            return load_tokenizer(self.hello.model_path, c.tokenizer, c.chat_template, placeholder=invented)
-
-        self.front.set_tokenizer(await asyncio.to_thread(load))
+        self.front.set_tokenizer(await asyncio.to_thread(tokenizer_of, c, self.hello.model_path))
+        without_key = config.to_json(dataclasses.replace(self.front.server_config, api_key=None))
+        self.front.large = LargeBodies(Setup(self.hello.engine, without_key, self.hello.model_path))
         self._one_is_up()
         gc.freeze()  # what is loaded stays: collections need not walk it
 
@@ -128,13 +129,14 @@ class Process:
         """Tells the supervisor once requests can be answered: it announces the server to the world."""
         self._missing -= 1
         if not self._missing:
-            self.control.listening()
+            self.control.tell(Listening())
 
     async def handle(self, message: object, fds: list[int]) -> None:
         engine = self.front.engine
         if isinstance(message, Attach) and message.group:
             assert self.front.composite
-            self.front.composite.attach(message.group, socket.socket(fileno=fds[0]))
+            lost = Lost(message.group, message.incarnation)
+            self.front.composite.attach(message.group, socket.socket(fileno=fds[0]), lambda: self.control.tell(lost))
         elif isinstance(message, Attach):
             await engine.attach(message, socket.socket(fileno=fds[0]))
         elif isinstance(message, Down) and not message.group:  # a worker group's end is seen by its socket

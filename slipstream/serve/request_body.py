@@ -3,12 +3,15 @@
 import asyncio
 import json
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from slipstream.errors import BadRequest
+from slipstream.serve.budget import Budget
 from slipstream.serve.engine.exclusive import run_exclusive
 from slipstream.serve.errors import Failed, Failure, to_bad_request
 
@@ -22,41 +25,72 @@ _decoders: dict[type, msgspec.json.Decoder] = {}
 
 
 async def read(request: Request, schema: type[T]) -> T:
-    """The body of `request` as `schema`. Raises Failed (413, 415, 408) or BadRequest naming the field."""
+    """The body of `request` as `schema`. Raises Failed (413, 415, 408, 503) or BadRequest naming the field."""
+    async with body_of(request) as raw:
+        if len(raw) <= INLINE_BYTES:
+            return decode(raw, schema)
+        check_pieces(raw)
+        return await run_exclusive(lambda: decode(raw, schema))
+
+
+@asynccontextmanager
+async def body_of(request: Request) -> AsyncIterator[bytearray]:
+    """The body's bytes, which count against the front end's budget as long as they are in use. Raises Failed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Failed(Failure(415, "the body must be JSON, with Content-Type: application/json"))
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise Failed(Failure(415, f"Content-Encoding: {coding[:40]!r} is not taken; send the body as it is"))
+    budget: Budget = request.app.state.front.bodies
+    raw = bytearray()
+    taken = 0
     try:
-        async with asyncio.timeout(READ_SECONDS):
-            raw = await _read_bytes(request)
-    except TimeoutError:
-        raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
-    if len(raw) <= INLINE_BYTES:
-        return decode(raw, schema)
-    if raw.count(b"[") + raw.count(b"{") > MAX_LISTS or raw.count(b",") > MAX_ITEMS:
-        raise Failed(
-            Failure(413, f"the body has more than {MAX_LISTS} lists and objects, or {MAX_ITEMS} items; send fewer at once")
-        )
-    return await run_exclusive(lambda: decode(raw, schema))
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                async for part in _parts(request):
+                    raw += part
+                    more = len(raw) - INLINE_BYTES - taken  # small bodies are not counted: large ones do not keep them out
+                    if more > 0:
+                        if not budget.take(more):
+                            raise Failed(_no_room(budget))
+                        taken += more
+        except TimeoutError:
+            raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
+        yield raw
+    finally:
+        budget.give(taken)
 
 
-async def _read_bytes(request: Request) -> bytes:
+def _no_room(budget: Budget) -> Failure:
+    text = f"the bodies of other requests take {budget.most >> 20} MiB (--body-memory-bytes); try again later"
+    return Failure(503, text, code="unavailable", retry_after=2)
+
+
+async def _parts(request: Request) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises Failed where it is too large."""
     too_large = Failed(Failure(413, f"the body is larger than {MAX_BYTES >> 20} MiB"))
     try:
         if int(request.headers.get("content-length", "0")) > MAX_BYTES:
             raise too_large
     except ValueError:
         raise BadRequest("Content-Length is not a number") from None
-    parts, size = [], 0
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > MAX_BYTES:
             raise too_large
-        parts.append(part)
-    return b"".join(parts)
+        yield part
 
 
-def decode(raw: bytes, schema: type[T]) -> T:
+def check_pieces(raw: bytes | bytearray) -> None:
+    """Raises Failed for a body of very many pieces, before it is taken apart."""
+    if raw.count(b"[") + raw.count(b"{") > MAX_LISTS or raw.count(b",") > MAX_ITEMS:
+        text = f"the body has more than {MAX_LISTS} lists and objects, or {MAX_ITEMS} items; send fewer at once"
+        raise Failed(Failure(413, text))
+
+
+def decode(raw: bytes | bytearray, schema: type[T]) -> T:
     decoder = _decoders.get(schema)
     if decoder is None:
         decoder = _decoders[schema] = msgspec.json.Decoder(schema)
@@ -72,7 +106,7 @@ def decode(raw: bytes, schema: type[T]) -> T:
         raise BadRequest(f"the body is not valid JSON: {reason}") from None
 
 
-def _not_finite(raw: bytes) -> str | None:
+def _not_finite(raw: bytes | bytearray) -> str | None:
     """The top-level field that holds NaN or an infinity, which some clients write although JSON has no such thing."""
     try:
         value = json.loads(raw)

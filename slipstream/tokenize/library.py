@@ -49,7 +49,8 @@ class LibraryTokenizer(Tokenizer):
         self.eos_ids, self.bos_id, self.template = eos, bos, template
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        # not `encode`: that keeps the interpreter to itself, for a second with a text of a megabyte
+        return self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def token_bytes(self, id: int) -> bytes:
         data = self._cache.get(id)

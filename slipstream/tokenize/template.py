@@ -5,18 +5,17 @@ a kernel's limit ends it wherever it is. It costs about 0.1 ms a rendering. Impo
 """
 
 import json
-import pathlib
 import threading
+from collections.abc import Callable
 
-from slipstream.errors import BadRequest, ModelError
-from slipstream.system.limited_process import LimitedProcess
+from slipstream.errors import BadRequest, EngineDown, ModelError
+from slipstream.system.limited_process import LimitedProcess, Lost, Overrun
 
 SECONDS = 2.0  # CPU time of one rendering
 MEMORY = 1 << 30  # bytes of address space
 MAX_CHARS = 1 << 26  # of one rendering
-_PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
-
-_WORKER = pathlib.Path(__file__).with_name("template_worker.py")
+PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
+_MARKER = "\ue000continues here\ue001 "  # stands where a message's text ends; its final space shows whether ends are trimmed
 
 
 class ChatTemplate:
@@ -24,6 +23,7 @@ class ChatTemplate:
 
     `variables` are always given to the template (bos_token and the like). Raises BadRequest(param="messages") for what the
     template refuses, cannot do, or takes too long for, and when it does not compile (`start` raises ModelError for that).
+    Raises EngineDown where the worker was stopped from outside; the next rendering has another.
     """
 
     def __init__(self, source: str, variables: dict[str, str] | None = None):
@@ -35,7 +35,10 @@ class ChatTemplate:
     def start(self) -> None:
         """Starts the worker and compiles the template, which the first rendering would do otherwise. Raises ModelError."""
         with self._lock:
-            self._ready()
+            try:
+                self._ready()
+            except Lost as e:
+                raise ModelError(f"the process that renders the chat template was lost: {e}") from None
 
     def render(
         self,
@@ -53,12 +56,12 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise BadRequest("it excludes add_generation_prompt", param="continue_final_message")
-        marker = None
-        if continue_final_message:
-            messages, marker = _mark_end(messages)
-        variables = {**self.variables, **kwargs, "messages": messages, "tools": tools or None}
-        text = self._answer({"documents": None, **variables, "add_generation_prompt": add_generation_prompt})
-        return text if marker is None else _cut_at(text, marker)
+        variables = {**self.variables, **kwargs, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
+
+        def text_of(messages: list[dict]) -> str:
+            return self._answer({"documents": None, **variables, "messages": messages})
+
+        return _continued(messages, text_of) if continue_final_message else text_of(messages)
 
     def close(self) -> None:
         with self._lock:
@@ -71,13 +74,13 @@ class ChatTemplate:
                 found = self._ready().ask(request)
             except ModelError as e:
                 raise BadRequest(str(e), param="messages") from None
+            except Overrun:
+                raise BadRequest(f"the chat template did not end within {SECONDS:g} s of computing", param="messages") from None
+            except Lost as e:
+                raise EngineDown(f"the process that renders the chat template was lost: {e}; try again") from None
             except BaseException:
                 self._stop()
                 raise
-            if found is None:
-                self._stop()
-        if found is None:
-            raise BadRequest(f"the chat template did not end within {SECONDS:g} s of computing", param="messages")
         answer = json.loads(found)
         if "text" in answer:
             return answer["text"]
@@ -90,11 +93,12 @@ class ChatTemplate:
         if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
-        # -P: the script's own folder is not a place to import from; it has files named like the standard library's.
-        self._worker = LimitedProcess("-P", str(_WORKER), patience=_PATIENCE)
+        self._worker = LimitedProcess("-m", "slipstream.tokenize.template_worker", patience=PATIENCE)
         setup = {"source": self.source, "seconds": SECONDS, "memory": MEMORY, "chars": MAX_CHARS}
-        found = self._worker.ask(json.dumps(setup).encode())
-        answer = {"error": "compiling it did not end"} if found is None else json.loads(found)
+        try:
+            answer = json.loads(self._worker.ask(json.dumps(setup).encode()))
+        except Overrun:
+            answer = {"error": "compiling it did not end"}
         if "error" in answer:
             self._stop()
             raise ModelError(f"the chat template cannot be used: {answer['error']}")
@@ -106,22 +110,37 @@ class ChatTemplate:
             self._worker = None
 
 
-def _mark_end(messages: list[dict]) -> tuple[list[dict], str]:
-    """The messages with a marker behind the last one's text. Its final space shows whether ends are trimmed."""
-    marker = "\ue000continues here\ue001 "
+def _continued(messages: list[dict], text_of: Callable[[list[dict]], str]) -> str:
+    """The text up to where the last message's text ends, trimmed there where the template trims."""
+    text = _last_text(messages)
+    kept, trims = _cut_at(text_of(_with_last_text(messages, text + _MARKER)))
+    if not trims:
+        return kept
+    if text.strip():
+        return kept.rstrip()
+    return _cut_at(text_of(_with_last_text(messages, _MARKER)))[
+        0
+    ]  # nothing is left of it, and what stands before it is not its
+
+
+def _last_text(messages: list[dict]) -> str:
     content = messages[-1].get("content") if messages else None
-    if isinstance(content, str):
-        content = content + marker
-    elif isinstance(content, list) and content and isinstance(content[-1], dict) and isinstance(content[-1].get("text"), str):
-        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + marker}]
-    else:
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        content = content[-1].get("text")
+    if not isinstance(content, str):
         raise BadRequest("the last message has no text that could be continued", param="continue_final_message")
-    return [*messages[:-1], {**messages[-1], "content": content}], marker
+    return content
 
 
-def _cut_at(text: str, marker: str) -> str:
-    at = text.rfind(marker[:-1])
+def _with_last_text(messages: list[dict], text: str) -> list[dict]:
+    content = messages[-1]["content"]
+    changed = text if isinstance(content, str) else [*content[:-1], {**content[-1], "text": text}]
+    return [*messages[:-1], {**messages[-1], "content": changed}]
+
+
+def _cut_at(text: str) -> tuple[str, bool]:
+    """What stands before the marker, and whether the template has trimmed the marker's final space."""
+    at = text.rfind(_MARKER[:-1])
     if at < 0:
         raise BadRequest("the chat template does not show the last message's text", param="continue_final_message")
-    kept = text[:at]
-    return kept if text.startswith(marker, at) else kept.rstrip()
+    return text[:at], not text.startswith(_MARKER, at)

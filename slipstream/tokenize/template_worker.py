@@ -1,10 +1,12 @@
-"""The process that renders chat templates: run as a script by `template.py`, imports jinja2 and the standard library only.
+"""The process that renders chat templates: `python -m slipstream.tokenize.template_worker`, started by `template.py`.
+
+It imports jinja2, the standard library and `system.framing` only.
 
 A template is a program that came with a model. It runs in jinja2's sandbox, inside limits that the kernel keeps: CPU time for
 each rendering (a timer whose signal ends the process, also from inside one long C call), memory, no new files. The parent sees
 the end of the pipe and starts another.
 
-Messages both ways: 8 bytes of length, little endian, then JSON. First {"source", "seconds", "memory", "chars"}, then for each
+Messages both ways are JSON, framed as `system.framing` says. First {"source", "seconds", "memory", "chars"}, then for each
 rendering the template's variables; answers are {"text"} or {"error", "kind"} with kind `syntax`, `raised`, `failed` or `large`.
 """
 
@@ -18,6 +20,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
+
+from slipstream.system.framing import read_frame, write_frame
 
 
 class Raised(jinja2.TemplateError):
@@ -80,16 +84,12 @@ def render(template: jinja2.Template, variables: dict, max_chars: int) -> dict:
 
 
 def _read(stream) -> dict | None:
-    head = stream.read(8)
-    if len(head) < 8:
-        return None
-    return json.loads(stream.read(int.from_bytes(head, "little")))
+    body = read_frame(stream)
+    return None if body is None else json.loads(body)
 
 
 def _write(stream, answer: dict) -> None:
-    data = json.dumps(answer).encode()
-    stream.write(len(data).to_bytes(8, "little") + data)
-    stream.flush()
+    write_frame(stream, json.dumps(answer).encode())
 
 
 def _limit(memory: int) -> None:

@@ -74,9 +74,17 @@ class Tokenizer(ABC):
             raise BadRequest("this model has no chat template; start the server with --chat-template", param="messages")
         return self.template.render(messages, **options)
 
-    def apply_chat(self, messages: list[dict], /, **options: Any) -> list[int]:
-        """The ids of `render_chat`'s text. The template writes the beginning token itself, so none is added."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False, param="messages")
+    def apply_chat(self, messages: list[dict], /, max_chars: int | None = None, **options: Any) -> list[int]:
+        """The ids of `render_chat`'s text. The template writes the beginning token itself, so none is added.
+
+        Raises BadRequest for a text of more than `max_chars`, with tools and all else that the template has put in.
+        """
+        text = self.render_chat(messages, **options)
+        if max_chars is not None and len(text) > max_chars:
+            raise BadRequest(
+                f"messages: {len(text)} characters with the chat template; at most {max_chars} can fit", "messages"
+            )
+        return self.encode(text, add_special_tokens=False, param="messages")
 
 
 def load_tokenizer(

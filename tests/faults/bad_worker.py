@@ -21,6 +21,7 @@ from slipstream.process.channel import FollowerEnd, LeaderEnd
 from slipstream.process.control import Control
 from slipstream.process.protocol import Setup
 from slipstream.rank import worker
+from slipstream.rank.front_link import FrontLink
 from slipstream.schedule.planner import Planner
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -186,6 +187,12 @@ def send(original, self, message) -> int:
     return original(self, message)
 
 
+def flush(original, self) -> None:
+    if is_due("front link cut"):
+        self.close("a fault of the test")
+    original(self)
+
+
 def build_executor(original):
     def build(*args):
         if starts_with("cannot load"):
@@ -214,6 +221,7 @@ def main() -> int:
     wrap(FollowerEnd, "answer", answer)
     wrap(FollowerEnd, "receive", receive)
     wrap(LeaderEnd, "send", send)
+    wrap(FrontLink, "flush", flush)
     worker.build_executor = build_executor(worker.build_executor)
     return worker.main()
 

@@ -3,7 +3,6 @@
 import codecs
 import select
 import socket
-import struct
 import threading
 import time
 from array import array
@@ -15,6 +14,8 @@ import msgspec
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.process.protocol import Abort, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens, ToLeader
+from slipstream.rank.front_link import choices_of
+from slipstream.system.framing import Frames, frame
 
 EOS, START = 256, 257
 WORDS = [" hello", " world", "ab", "abc", "\n\n", "é", " 7", " 8,", "STOP", "ST", "OP"]
@@ -28,7 +29,7 @@ class FakeTokenizer:
         self.words = {258 + i: w for i, w in enumerate(WORDS)}
         self.ids = {w: i for i, w in self.words.items()}
         self.vocab_size = 258 + len(WORDS)
-        self.eos_ids = (EOS,)
+        self.eos_ids, self.bos_id, self.template = (EOS,), START, None
         self.special_ids = frozenset(self.special)
         self.streams = 0
 
@@ -110,15 +111,14 @@ class FakeLeader:
         self.sock, self.front_sock = socket.socketpair()
         self.hold = threading.Event()  # set: no tokens
         self.gone = False
-        self._rest = b""
+        self._frames = Frames()
         self._runs: dict[int, _Run] = {}
         self._decode = msgspec.msgpack.Decoder(ToLeader).decode
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
     def send(self, *messages) -> None:
-        frames = [msgspec.msgpack.encode(m) for m in messages]
-        self.sock.sendall(b"".join(struct.pack("<I", len(f)) + f for f in frames))
+        self.sock.sendall(b"".join(frame(msgspec.msgpack.encode(m)) for m in messages))
 
     def load(self, **changes) -> None:
         base = dict(running=0, waiting=0, pages_used=0, pages_total=100, steps={}, host_seconds={}, step_tokens=[])
@@ -146,15 +146,10 @@ class FakeLeader:
                     return
 
     def _take(self, data: bytes) -> None:
-        self._rest += data
-        while len(self._rest) >= 4:
-            (n,) = struct.unpack_from("<I", self._rest)
-            if len(self._rest) < 4 + n:
-                return
-            message = self._decode(self._rest[4 : 4 + n])
-            self._rest = self._rest[4 + n :]
+        for message in map(self._decode, self._frames.feed(data)):
             if isinstance(message, Submit):
-                self._admit(message.request)
+                for request in choices_of(message):
+                    self._admit(request)
             else:
                 self.aborts.append(message)
                 run = self._runs.get(message.id)
@@ -172,8 +167,9 @@ class FakeLeader:
             self.send(Started(request.id, script.cached))
         if request.sampling.prompt_logprobs >= 0:
             ids = array("i", request.prompt)
-            rows = [logprobs_of(t, request.sampling.prompt_logprobs) for t in ids[1:]]
-            self.send(PromptLogprobs(request.id, 1, rows))
+            for at in range(1, len(ids), 2048):  # a chunk at a time, as a leader does
+                rows = [logprobs_of(t, request.sampling.prompt_logprobs) for t in ids[at : at + 2048]]
+                self.send(PromptLogprobs(request.id, at, rows))
 
     def _step(self) -> None:
         ids, tokens, logprobs, ends = array("q"), array("i"), {}, []

@@ -70,7 +70,10 @@ def test_parameters_that_cannot_matter_are_accepted(front):
         service_tier="auto",
         response_format={"type": "text"},
         modalities=["text"],
-        verbosity="medium",
+        verbosity="low",
+        prompt_cache_retention="24h",
+        client_metadata={"a": "b"},
+        functions=[],
     )
     assert r.status_code == 200, r.text
     r = front.chat("x", tools=[], tool_choice="none", parallel_tool_calls=True)

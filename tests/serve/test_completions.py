@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from tests.serve.fake import EOS, WORDS, Script, wait_for
+from tests.serve.fake import EOS, START, WORDS, Script, wait_for
 
 W = {w: 258 + i for i, w in enumerate(WORDS)}
 
@@ -86,6 +86,16 @@ def test_a_stop_string_may_be_shown_and_waits_for_min_tokens(front):
     assert one(front, stop=["ST", "OP", "never"])["choices"][0]["stop_reason"] == "ST"
 
 
+def test_a_stop_string_may_name_a_special_token_that_is_not_shown(front):
+    front.script = Script([*b"ab", START, *b"cd", EOS])
+    for stop, text in (("<|start|>", "ab"), ("<|start|>c", "ab"), ("b<|start|>", "a"), ("bc", "a"), ("<|start|>d", "abcd")):
+        c = one(front, stop=["never", stop], return_token_ids=True)["choices"][0]
+        assert (c["text"], c["finish_reason"], c["stop_reason"]) == (text, "stop", None if text == "abcd" else stop)
+    assert one(front, stop="<|start|>", skip_special_tokens=False)["choices"][0]["text"] == "ab"
+    assert one(front, stop="<|start|>", include_stop_str_in_output=True)["choices"][0]["text"] == "ab<|start|>"
+    assert one(front, stop="<|end|>", ignore_eos=True, max_tokens=9)["choices"][0]["stop_reason"] == "<|end|>"
+
+
 def test_half_a_stop_string_at_the_end_is_text(front):
     front.script = Script([*b"a STO", EOS])
     assert one(front, stop=["STOP"])["choices"][0] | {"logprobs": 0} == {
@@ -136,6 +146,23 @@ def test_echo_without_an_answer(front):
     c = b["choices"][0]
     assert (c["text"], c["finish_reason"], b["usage"]["completion_tokens"]) == ("abc", "length", 0)
     assert c["logprobs"]["tokens"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 512])
+def test_a_prompt_of_the_model_s_whole_length_is_scored_without_an_answer(front, length):
+    ids = [97 + i % 26 for i in range(length)]
+    front.script = lambda r: Script([id for id, _ in r.sampling.logit_bias] or [EOS])
+    b = one(front, prompt=ids, echo=True, max_tokens=0, logprobs=1, bad_words=["z"], n=2)
+    for c in b["choices"]:
+        assert c["text"] == bytes(ids).decode() and c["finish_reason"] == "length"
+        assert c["logprobs"]["token_logprobs"] == [None, *(-id / 1000 for id in ids[1:])]
+        assert c["logprobs"]["top_logprobs"][1:] == [{chr(id): -id / 1000} for id in ids[1:]]
+    assert b["usage"]["prompt_tokens"] == length and b["usage"]["completion_tokens"] == 0
+    r = front.leader.requests[-1]
+    assert r.prompt_len + r.max_tokens == max(2, length)
+    assert one(front, prompt=ids, echo=True, max_tokens=0)["choices"][0]["text"] == bytes(ids).decode()
+    r = front.complete(prompt=ids, echo=True, max_tokens=1)
+    assert r.status_code == (400 if length == 512 else 200)
 
 
 def test_prompt_logprobs_in_vllm_s_form(front):

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-import struct
+import time
 from array import array
 
 import msgspec
@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.log.request import Request
-from slipstream.process.protocol import Abort, Attach, Down, Finished, Refused, Started, Submit, Tokens, ToLeader
+from slipstream.process.protocol import Abort, Attach, Down, Finished, Load, Refused, Started, Submit, Tokens, ToLeader
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.errors import Failed, Failure
+from slipstream.serve.observe.metrics import Metrics
+from slipstream.system.framing import Frames, frame
 
 
 class Ear:
@@ -54,11 +56,7 @@ class Ear:
 
 
 def frames(*messages) -> bytes:
-    out = b""
-    for m in messages:
-        body = msgspec.msgpack.encode(m)
-        out += struct.pack("<I", len(body)) + body
-    return out
+    return b"".join(frame(msgspec.msgpack.encode(m)) for m in messages)
 
 
 def columns(ids, token=7) -> Tokens:
@@ -107,7 +105,7 @@ async def _play(script, leaving, one_is_broken, cut):
         elif name == "refused":
             data = frames(Refused(args[0], args[1], "no"))
         elif name == "garbage":
-            data = struct.pack("<I", 3) + b"\xc1\xc1\xc1"
+            data = frame(b"\xc1\xc1\xc1")
         else:
             data = b""
             if name == "abort" and not ears[args[0]].ends and not ears[args[0]].left:
@@ -144,11 +142,8 @@ def test_ff84_nothing_is_kept_of_an_aborted_request():
         ours.sendall(frames(columns([1, 1, 1]), Finished(1, "abort")))  # late, and nobody's
         await asyncio.sleep(0.01)
         assert not ear.tokens and not ear.ends
-        got = ours.recv(1 << 16)
-        decode = msgspec.msgpack.Decoder(ToLeader).decode
-        first = struct.unpack_from("<I", got)[0]
-        assert isinstance(decode(got[4 : 4 + first]), Submit)
-        assert decode(got[8 + first :]) == Abort(1, 0)
+        submit, abort = map(msgspec.msgpack.Decoder(ToLeader).decode, Frames().feed(ours.recv(1 << 16)))
+        assert isinstance(submit, Submit) and abort == Abort(1, 0)
         engine.down(Down(0, 1, "done", 1.0))
         ours.close()
 
@@ -177,6 +172,72 @@ def test_a_new_leader_serves_after_the_old_one_was_lost():
         with pytest.raises(Failed):
             engine.check_ready()
         engine.fail_all(Failure(503, "over"))
+        ours.close()
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_link_that_breaks_by_itself_is_told_to_the_supervisor_and_one_that_it_ended_is_not():
+    async def main():
+        engine, lost = Engine(), []
+        engine.on_lost = lost.append
+        ours, theirs = socket.socketpair()
+        await engine.attach(Attach(0, 3, 4, 8, 64), theirs)
+        ears = [Ear(engine, id) for id in (1, 2)]
+        for ear in ears:
+            engine.submit(Request(ear.id, b"\0" * 4, 8), ear)
+        ours.close()
+        await asyncio.sleep(0.01)
+        assert lost == [3] and [ear.ends[0].status for ear in ears] == [500, 500]
+        ours, theirs = socket.socketpair()
+        await engine.attach(Attach(0, 3, 4, 8, 64), theirs)  # the same leader again
+        assert engine.state == "ready"
+        engine.down(Down(0, 3, "a rank died", 1.0))
+        ours.close()
+        await asyncio.sleep(0.01)
+        assert lost == [3]
+
+    asyncio.run(main())
+
+
+def test_a_leader_s_counters_are_counted_once_when_its_link_is_renewed():
+    async def main():
+        metrics = Metrics("m")
+        engine = Engine(metrics.on_load)
+        load = Load(0, 0, 0, 100, {"overlap": 10}, {}, [], 50, 20, 1)
+        for hits in (20, 30):
+            ours, theirs = socket.socketpair()
+            await engine.attach(Attach(0, 1, 4, 8, 64), theirs)
+            ours.sendall(frames(msgspec.structs.replace(load, prefix_hits=hits)))
+            await asyncio.sleep(0.01)
+            ours.close()
+            await asyncio.sleep(0.01)
+        assert metrics.steps["overlap"] == 10 and metrics.prefix_hits == 30
+
+    asyncio.run(main())
+
+
+def test_a_burst_of_messages_leaves_the_loop_to_others_in_between():
+    """What one read brings may be tens of thousands of tokens; a client's socket must not wait for all of them."""
+
+    class Slow(Ear):
+        def token(self, token, logprobs, now):
+            super().token(token, logprobs, now)
+            time.sleep(0.002)
+
+    async def main():
+        engine = Engine()
+        ours, theirs = socket.socketpair()
+        await engine.attach(Attach(0, 1, 4, 8, 64), theirs)
+        ear = Slow(engine, 1)
+        engine.submit(Request(1, b"\0" * 4, 64), ear)
+        ours.sendall(frames(*[columns([1])] * 40, Finished(1, "length")))
+        most = seen = 0
+        while not ear.ends:
+            await asyncio.sleep(0)
+            most, seen = max(most, len(ear.tokens) - seen), len(ear.tokens)
+        assert len(ear.tokens) == 40 and most < 20
         ours.close()
         await asyncio.sleep(0.01)
 

@@ -51,6 +51,20 @@ def test_on_loopback_other_sites_reach_nothing(front):
     assert not [h for h in r.headers if h.startswith("access-control")]
 
 
+def test_a_request_has_one_host_and_http_1_0_may_have_none(own_front):
+    """HAProxy's default check is an HTTP/1.0 request without Host."""
+    for front in (own_front(), own_front(host="0.0.0.0")):
+
+        def status(version: str, *hosts: str, front=front) -> bytes:
+            head = "".join(f"Host: {host}\r\n" for host in hosts)
+            return raw(front.port, f"GET /health HTTP/{version}\r\n{head}Connection: close\r\n\r\n".encode()).split()[1]
+
+        assert status("1.0") == status("1.0", "localhost") == status("1.1", "localhost") == b"200"
+        assert status("1.1") == status("1.1", "localhost", "localhost") == status("1.0", "localhost", "a") == b"400"
+        origin = raw(front.port, b"GET /health HTTP/1.0\r\nOrigin: http://evil.example\r\n\r\n").split()[1]
+        assert origin == (b"403" if front.front.server_config.host != "0.0.0.0" else b"200")
+
+
 def test_on_other_addresses_any_host_is_fine(own_front):
     front = own_front(host="0.0.0.0")
     assert front.client.get("/v1/models", headers={"host": "gpu.example"}).status_code == 200

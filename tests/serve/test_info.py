@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 
+import anthropic
 import pytest
 
 from slipstream.process.board import PHASE_ID, Board
@@ -16,6 +17,16 @@ def test_models(front):
     assert b["data"][0]["id"] == "fake" and b["data"][0]["max_model_len"] == 512
     assert front.client.get("/v1/models/fake").json()["id"] == "fake"
     assert front.client.get("/v1/models/a/b").status_code == 404
+
+
+def test_anthropic_s_client_lists_the_models(front):
+    with anthropic.Anthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+        (model,) = client.models.list()
+        assert (model.id, model.type, model.display_name) == ("fake", "model", "fake")
+        assert int(model.created_at.timestamp()) == front.front.created
+        assert client.models.retrieve("fake").max_input_tokens == 512
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("other")
 
 
 def test_tokenize_and_back(front):
@@ -34,6 +45,17 @@ def test_tokenize_and_back(front):
         r = front.client.post("/tokenize", json=body)
         assert r.status_code == 400 and r.json()["error"]["param"].startswith(param)
     assert front.client.post("/detokenize", json={"tokens": [9999]}).status_code == 400
+
+
+def test_the_tokenizer_is_described(front):
+    b = front.client.get("/tokenizer_info").json()
+    assert (b["vocab_size"], b["model_max_length"], b["bos_token"], b["eos_token"]) == (
+        front.tokenizer.vocab_size,
+        512,
+        "<|start|>",
+        "<|end|>",
+    )
+    assert b["added_tokens_decoder"][str(EOS)] == {"content": "<|end|>", "special": True} and b["chat_template"] is None
 
 
 def test_health_says_what_is_missing(own_front):

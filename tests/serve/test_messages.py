@@ -1,5 +1,7 @@
 """/v1/messages, with the `anthropic` client and by hand."""
 
+import dataclasses
+
 import anthropic
 import pytest
 
@@ -104,6 +106,100 @@ def test_errors_have_anthropic_s_shape(client, roomy):
     stream = client.messages.create(model="fake", max_tokens=9, messages=HI, stream=True)
     with pytest.raises(anthropic.APIStatusError, match="device"):
         list(stream)
+
+
+def test_a_system_message_stands_where_it_was_said(roomy):
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "so"},
+        {"role": "system", "content": "once", "clear_at": "next_user_message"},
+        {"role": "user", "content": "go"},
+        {"role": "system", "content": [{"type": "text", "text": "be brief"}], "clear_at": "next_user_message"},
+    ]
+    assert roomy.client.post("/v1/messages", json={"max_tokens": 9, "system": "s", "messages": messages}).status_code == 200
+    assert prompt_of(roomy) == "|system\ns||user\nhi||assistant\nso||user\ngo||system\nbe brief||assistant\n"
+    messages[2]["content"] = [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]
+    messages[2]["clear_at"] = "never"
+    r = roomy.client.post("/v1/messages", json={"max_tokens": 9, "messages": messages})
+    assert r.status_code == 400 and "messages[2].content" in r.json()["error"]["message"]
+
+
+def test_what_changes_no_answer_is_taken(roomy):
+    """As Claude Code and Anthropic's SDK send it."""
+    assistant = [{"type": "redacted_thinking", "data": "xyz"}, {"type": "text", "text": "so"}]
+    messages = [*HI, {"role": "assistant", "content": assistant}, *HI]
+    tool = {**TOOL, "eager_input_streaming": True, "defer_loading": False, "allowed_callers": ["direct"]}
+    body = {
+        "max_tokens": 9,
+        "messages": messages,
+        "tools": [tool],
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "inference_geo": "eu",
+        "mcp_servers": [],
+        "diagnostics": {"previous_message_id": None},
+        "metadata": {"user_id": "x"},
+        "prompt_cache_retention": "24h",
+        "client_metadata": {"a": "b"},
+    }
+    r = roomy.client.post("/v1/messages", json=body)
+    assert r.status_code == 200 and r.json()["content"][0]["text"] == "hello", r.text
+    count = roomy.client.post("/v1/messages/count_tokens", json={k: v for k, v in body.items() if k != "max_tokens"})
+    assert count.json()["input_tokens"] == len(prompt_of(roomy).encode()) == r.json()["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers: is not supported"),
+        ({"container": "x"}, "container: is not supported"),
+        ({"compaction": {"type": "summarize"}}, "compaction: is not supported"),
+        ({"tools": [{**TOOL, "allowed_callers": ["code_execution_20250825"]}]}, "tools.allowed_callers"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+        ({"system": [{"text": "x"}]}, "system[0].type"),
+        ({"output_config": {"format": {"schema": {}}}}, "output_config.format.type"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_name(roomy, change, named):
+    r = roomy.client.post("/v1/messages", json={"max_tokens": 9, "messages": HI, **change})
+    assert r.status_code == 400 and named in r.json()["error"]["message"], r.text
+    assert not roomy.leader.requests
+
+
+def test_effort_reaches_a_template_that_has_a_setting_for_it(roomy, monkeypatch):
+    given = []
+    plain = roomy.tokenizer.apply_chat
+    monkeypatch.setattr(
+        roomy.tokenizer, "apply_chat", lambda *a, **k: given.append(k.get("reasoning_effort")) or plain(*a, **k)
+    )
+    body = {"max_tokens": 9, "messages": HI, "output_config": {"effort": "max"}}
+    assert roomy.client.post("/v1/messages", json=body).status_code == 200
+    monkeypatch.setattr(roomy.front, "dialect", dataclasses.replace(roomy.front.dialect, template="{{ reasoning_effort }}"))
+    for effort in ("max", "low"):
+        body["output_config"] = {"effort": effort}
+        assert roomy.client.post("/v1/messages", json=body).status_code == 200
+    assert given == [None, "high", "low"]
+
+
+def test_anthropic_s_tool_runner_goes_on_without_a_thread(client, roomy):
+    calls = []
+
+    @anthropic.beta_tool
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        calls.append(city)
+        return "rain"
+
+    said = [CALL, "Rain."]
+    roomy.script = lambda request: script(said.pop(0))
+    runner = client.beta.messages.tool_runner(model="fake", max_tokens=300, messages=HI, tools=[get_weather])
+    assert runner.until_done().content[0].text == "Rain." and calls == ["Paris"]
+    with pytest.raises(anthropic.BadRequestError) as e:
+        client.beta.messages.create(model="fake", max_tokens=9, messages=HI, thread={"type": "create"})
+    details = e.value.body["error"]["details"]  # type: ignore[index]
+    assert details["error_code"] == "thread_unsupported_request" and details["unsupported"] == ["thread"]
 
 
 def test_the_key_may_come_as_anthropic_s_clients_send_it(own_front):

@@ -1,12 +1,16 @@
 """/v1/responses, with the `openai` client and by hand."""
 
+import asyncio
 import json
+import time
+from urllib.parse import unquote
 
 import openai
 import pytest
 
-from slipstream.serve.openai.response_store import DATA_BYTES, ResponseStore
-from tests.serve.fake import EOS, Script, wait_for
+from slipstream.serve.openai.background import Watcher
+from slipstream.serve.openai.response_store import RECORD_BYTES, ResponseStore
+from tests.serve.fake import EOS, START, Script, wait_for
 from tests.serve.test_chat import prompt_of
 from tests.serve.test_tools import CALL, thinking  # noqa: F401
 
@@ -52,7 +56,8 @@ def test_the_conversation_goes_on_from_a_stored_response(client, roomy):
 
 
 def test_a_stream_has_openai_s_events_in_order(client, roomy):
-    events = list(client.responses.create(model="fake", input="hi", stream=True))
+    options: dict = {"stream_options": {"include_usage": True}}  # chat's; here the last event has the usage always
+    events = list(client.responses.create(model="fake", input="hi", stream=True, **options))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     kinds = [e.type for e in events if e.type != "response.output_text.delta"]
     assert kinds == [
@@ -120,6 +125,15 @@ def test_parameters_beyond_openai_s_reach_the_engine(roomy):
     assert r["status"] == "completed" and r["output"][0]["content"][0]["text"] == "he"
 
 
+def test_a_stop_string_may_name_a_special_token_where_an_answer_is_read_in_parts(roomy):
+    roomy.script = Script([*b"ab", START, *b"cd", EOS])
+    r = roomy.client.post("/v1/responses", json={"input": "x", "stop": ["<|start|>c"]}).json()
+    assert r["output"][0]["content"][0]["text"] == "ab"
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "stop_sequences": ["<|start|>"]}
+    r = roomy.client.post("/v1/messages", json=body).json()
+    assert r["content"][0]["text"] == "ab" and r["stop_sequence"] == "<|start|>"
+
+
 def test_an_answer_that_was_cut_off_is_incomplete(client, roomy):
     r = client.responses.create(model="fake", input="x", max_output_tokens=3)
     assert r.status == "incomplete" and r.incomplete_details.reason == "max_output_tokens" and r.output_text == "hel"
@@ -178,7 +192,7 @@ def test_background_responses_are_retrieved_and_cancelled(client, roomy):
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "x"}, "conversation"),
-        ({"background": True, "stream": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"max_tokens": 5}, "max_tokens"),
     ],
 )
@@ -188,18 +202,181 @@ def test_bad_fields_are_named_as_the_client_knows_them(roomy, change, param):
     assert not roomy.leader.requests
 
 
-def test_a_shelf_is_bounded_expires_and_is_shared():
+def test_a_background_response_is_watched_as_it_comes(client, roomy):
+    roomy.leader.hold.set()
+    stream = client.responses.create(model="fake", input="x", background=True, stream=True)
+    created = next(stream)
+    assert created.type == "response.created" and client.responses.retrieve(created.response.id).status == "in_progress"
+    roomy.leader.hold.clear()
+    events = [created, *stream]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "hello"
+    assert events[-1].type == "response.completed" and [e.sequence_number for e in events] == list(range(len(events)))
+    assert client.responses.retrieve(created.response.id).output_text == "hello"
+
+
+def test_a_background_response_goes_on_without_its_watcher(client, roomy):
+    roomy.leader.hold.set()
+    with client.responses.create(model="fake", input="x", background=True, stream=True) as stream:
+        id = next(stream).response.id
+    time.sleep(0.2)  # the connection's end arrives
+    roomy.leader.hold.clear()
+    wait_for(lambda: client.responses.retrieve(id).status == "completed")
+    assert client.responses.retrieve(id).output_text == "hello"
+
+
+def test_a_cancelled_background_response_ends_its_stream(client, roomy):
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    stream = client.responses.create(model="fake", input="x", background=True, stream=True)
+    client.responses.cancel(next(stream).response.id)
+    assert {e.type for e in stream} <= {
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+    }
+
+
+def test_a_watcher_that_does_not_keep_up_is_cut_off(monkeypatch):
+    monkeypatch.setattr("slipstream.serve.openai.background.MAX_UNREAD_BYTES", 100)
+    cut, sent = [], []
+
+    async def run():
+        blocked = asyncio.Event()
+
+        async def send(message):
+            sent.append(message)
+            if message.get("body"):
+                await blocked.wait()
+
+        watcher = Watcher(lambda: (cut.append(True), blocked.set()))
+        answer = asyncio.create_task(watcher({}, None, send))  # type: ignore[arg-type]
+        for _ in range(4):
+            watcher.tell(b"x" * 30)
+            await asyncio.sleep(0)
+            assert not cut
+        watcher.tell(b"x" * 30)
+        await answer
+
+    asyncio.run(run())
+    assert cut and sum(len(m.get("body", b"")) for m in sent) <= 5 * 30
+
+
+def test_input_tokens_are_those_of_the_prompt(client, roomy):
+    more = {"instructions": "be brief", "tools": [TOOL]}
+    count = client.responses.input_tokens.count(model="fake", input="hi", **more)
+    assert not roomy.leader.requests and count.object == "response.input_tokens"
+    r = client.responses.create(model="fake", input="hi", **more)
+    assert count.input_tokens == r.usage.input_tokens
+    longer = client.responses.input_tokens.count(model="fake", input="hi", previous_response_id=r.id, **more)
+    assert longer.input_tokens > count.input_tokens
+    r = roomy.client.post("/v1/responses/input_tokens", json={"max_output_tokens": 0})
+    assert r.status_code == 400 and r.json()["error"]["param"] == "max_output_tokens"
+    assert roomy.client.post("/v1/responses/input_tokens", json={}).json()["error"]["param"] == "input"
+
+
+def test_input_items_are_listed_page_by_page(client, roomy):
+    items = [{"role": "user", "content": f"part {i}"} for i in range(5)]
+    id = client.responses.create(model="fake", input=items).id
+    listed = [i.content[0].text for i in client.responses.input_items.list(id, order="asc", limit=2)]
+    assert listed == [f"part {i}" for i in range(5)]
+    page = client.responses.input_items.list(id, limit=2)
+    assert [i.content[0].text for i in page.data] == ["part 4", "part 3"] and page.has_more
+    text = client.responses.create(model="fake", input="hi").id
+    (item,) = client.responses.input_items.list(text)
+    assert (item.type, item.role, item.content[0].type, item.content[0].text) == ("message", "user", "input_text", "hi")
+    for query in ("limit=0", "limit=x", "order=up", "after=item_0"):
+        r = roomy.client.get(f"/v1/responses/{id}/input_items?{query}")
+        assert r.status_code == 400 and r.json()["error"]["param"] == query.partition("=")[0]
+
+
+def test_a_refusal_in_the_history_is_what_the_assistant_said(roomy):
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I will not"}]}
+    user = {"role": "user", "content": "hi"}
+    assert roomy.client.post("/v1/responses", json={"input": [user, refusal, user]}).status_code == 200
+    expected = "|user\nhi||assistant\nI will not||user\nhi||assistant\n"
+    assert prompt_of(roomy) == expected
+    assert roomy.client.post("/v1/chat/completions", json={"messages": [user, refusal, user]}).status_code == 200
+    assert prompt_of(roomy) == expected
+    for part in ({"type": "refusal", "text": "x"}, {"type": "input_text", "refusal": "x"}):
+        r = roomy.client.post("/v1/responses", json={"input": [{"role": "assistant", "content": [part]}, user]})
+        assert r.status_code == 400 and r.json()["error"]["param"].startswith("input[0].content[0]"), r.text
+
+
+def test_others_responses_push_a_background_response_out_and_do_not_end_it(roomy):
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    id = roomy.client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
+    url, aborts = f"/v1/responses/{id}", len(roomy.leader.aborts)
+
+    def push_out():
+        for i in range(17):
+            assert roomy.front.response_store.put(f"{i:024x}", bytes(RECORD_BYTES))
+
+    roomy.call(push_out)
+    wait_for(lambda: roomy.client.get(url).status_code == 200)
+    assert roomy.client.get(url).json()["status"] == "in_progress" and len(roomy.leader.aborts) == aborts
+    assert roomy.client.post(url + "/cancel").json()["status"] == "cancelled"
+    wait_for(lambda: len(roomy.leader.aborts) > aborts)
+
+
+def test_a_deleted_background_response_ends_and_stays_away(roomy):
+    roomy.script = Script([*b"abc"])  # goes on for ever
+    url = "/v1/responses/" + roomy.client.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
+    aborts = len(roomy.leader.aborts)
+    assert roomy.client.delete(url).status_code == 200
+    wait_for(lambda: len(roomy.leader.aborts) > aborts and not roomy.front.open)
+    assert roomy.client.get(url).status_code == 404
+
+
+def test_a_response_that_is_too_large_to_be_stored_says_so(roomy, monkeypatch):
+    for module in ("response_store", "responses", "background"):
+        monkeypatch.setattr(f"slipstream.serve.openai.{module}.RECORD_BYTES", 3000)
+    body = {"input": "x" * 2500}
+    r = roomy.client.post("/v1/responses", json=body).json()
+    assert r["status"] == "completed" and r["store"] is False
+    assert roomy.client.get(f"/v1/responses/{r['id']}").status_code == 404
+    r = roomy.client.post("/v1/responses", json={**body, "background": True}).json()
+    url = f"/v1/responses/{r['id']}"
+    wait_for(lambda: roomy.client.get(url).json()["status"] == "failed")
+    assert "3000 bytes" in roomy.client.get(url).json()["error"]["message"]
+    r = roomy.client.post("/v1/responses", json={"input": "x", "instructions": "y" * 3000, "background": True})
+    assert r.status_code == 400 and r.json()["error"]["param"] == "background"
+    assert roomy.client.post("/v1/responses", json={"input": "x"}).json()["store"] is True
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{str(i): "x" for i in range(17)}, {"k" * 65: "x"}, {"k": "v" * 513}, {"k": 1}],
+    ids=["keys", "key", "value", "type"],
+)
+def test_metadata_has_openai_s_bounds(roomy, metadata):
+    r = roomy.client.post("/v1/responses", json={"input": "x", "metadata": metadata})
+    assert r.status_code == 400 and r.json()["error"]["param"].startswith("metadata"), r.text
+    most = {f"{i:064d}": "v" * 512 for i in range(16)}
+    assert roomy.client.post("/v1/responses", json={"input": "x", "metadata": most}).json()["metadata"] == most
+
+
+@pytest.mark.parametrize("key", ["%00" * 24, "0" * 23 + "%00", "0" * 24, "z" * 24, "%C3%A9" * 12, "", "0" * 25])
+def test_an_id_that_no_response_has_is_not_found(roomy, key):
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+        r = roomy.client.request(method, f"/v1/responses/resp_{key}{path}")
+        assert r.status_code == 404, r.text
+    r = roomy.client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_" + unquote(key)})
+    assert r.status_code == 404 and r.json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_store_is_bounded_expires_and_is_shared():
     a = ResponseStore()
     b = ResponseStore(a._fd)
-    keys = [f"{i:024d}" for i in range(6)]
+    keys = [f"{i:024d}" for i in range(18)]
     assert a.put(keys[0], b"x" * 10) and b.get(keys[0]) == b"x" * 10
-    assert not a.put(keys[1], bytes(DATA_BYTES))
-    for i in range(1, 6):
-        assert b.put(keys[i], bytes([i]) * (DATA_BYTES // 4 - 5))
+    assert not a.put(keys[1], bytes(RECORD_BYTES + 1))
+    for i in range(1, 18):
+        assert b.put(keys[i], bytes([i]) * (RECORD_BYTES - 5))
     assert a.get(keys[0]) is None and a.get(keys[1]) is None  # overwritten by what is newer
-    assert a.get(keys[5]) == bytes([5]) * (DATA_BYTES // 4 - 5)  # across the ring's end
-    b.mark(keys[5])
-    a.put(keys[5], b"new")
-    assert a.marked(keys[5]) and b.get(keys[5]) == b"new"
-    assert a.remove(keys[5]) and b.get(keys[5]) is None and not b.remove(keys[5]) and b.marked(keys[5])
-    assert ResponseStore(a._fd, seconds=0.0).get(keys[4]) is None
+    assert a.state(keys[0]) == "lost" and a.state(keys[17]) == "kept"
+    assert a.get(keys[17]) == bytes([17]) * (RECORD_BYTES - 5)  # across the ring's end
+    b.mark(keys[17])
+    a.put(keys[17], b"new")
+    assert a.state(keys[17]) == "marked" and b.get(keys[17]) == b"new"
+    assert a.remove(keys[17]) and b.get(keys[17]) is None and not b.remove(keys[17]) and b.state(keys[17]) == "removed"
+    assert ResponseStore(a._fd, seconds=0.0).get(keys[16]) is None

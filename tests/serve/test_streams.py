@@ -35,6 +35,7 @@ def test_a_stream_says_what_the_whole_says(front):
         events = run(front, stream_options={"include_usage": True})
         assert events[-1] == "[DONE]" and events[-2]["choices"] == [] and text_of(events) == "hello"
         assert events[-2]["usage"]["completion_tokens"] == 6 and key in events[0]["choices"][0]
+        assert all(e["usage"] is None for e in events[:-2]), "OpenAI's chunks have it, as null"
         ends = [c["finish_reason"] for e in events[:-2] for c in e["choices"] if c["finish_reason"]]
         assert ends == ["stop"] and len({e["id"] for e in events[:-1]}) == 1
     assert chat(front)[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}

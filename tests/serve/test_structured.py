@@ -1,7 +1,10 @@
 """Structured output at the front end: which fields make which grammar, what is refused, and that a bad one hurts nobody."""
 
+import asyncio
 import concurrent.futures
 import json
+import os
+import signal
 import threading
 
 import pytest
@@ -148,8 +151,6 @@ def check():
 
 
 def run(coroutine):
-    import asyncio
-
     return asyncio.run(coroutine)
 
 
@@ -168,15 +169,38 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check,
     run(check.check(big._replace(text=of_choice(["yes"], "x"))))
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_grammar_is_not_blamed_for_a_worker_that_was_stopped(check, monkeypatch, number):
+    """Nobody knows whether the grammar is good: 503, and the next who asks hears the truth."""
+    from slipstream.errors import EngineDown
+    from slipstream.serve.text.structured import Structure, of_choice
+    from slipstream.system.limited_process import LimitedProcess
+
+    run(check.check(Structure(of_choice(["warm"], "x"), "x")))
+    ask = LimitedProcess.ask
+
+    def struck(self, *request):
+        monkeypatch.setattr(LimitedProcess, "ask", ask)
+        self._patience = 1.0
+        os.kill(self.pid, number)
+        return ask(self, *request)
+
+    monkeypatch.setattr(LimitedProcess, "ask", struck)
+    good = Structure(of_choice(["yes", "no"], "x"), "x")
+    with pytest.raises(EngineDown, match="was lost: it (did not answer|was ended)"):
+        run(check.check(good))
+    run(check.check(good))
+
+
 def test_others_are_served_while_a_grammar_is_tried(own_front, monkeypatch):
     front = own_front()
     entered, go_on = threading.Event(), threading.Event()
     ask = grammar_check.GrammarCheck._ask
 
-    def held(self, text):
+    async def held(self, text):
         entered.set()
-        assert go_on.wait(20)
-        return ask(self, text)
+        assert await asyncio.to_thread(go_on.wait, 20)
+        return await ask(self, text)
 
     monkeypatch.setattr(grammar_check.GrammarCheck, "_ask", held)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

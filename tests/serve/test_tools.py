@@ -269,6 +269,37 @@ def test_a_template_that_opens_the_reasoning_in_the_prompt(thinking, monkeypatch
     assert message["content"] == "hello" and message["reasoning_content"] == "hm"
 
 
+@pytest.mark.parametrize(
+    "opened,begun,answer,content,reasoning",
+    [
+        ("", "<think>\nLet me see", " if so</think>Paris", "Paris", "if so"),
+        ("", "", "<think>a</think>Paris", "Paris", "a"),
+        ("", " \n", "<think>a</think>Paris", "Paris", "a"),
+        ("", "<think>a</think>", "Paris", "Paris", None),
+        ("", "The answer: ", "Paris", "Paris", None),
+        ("", "The answer: ", "<think>a", "<think>a", None),
+        ("<think>\n", "Let me see", " if so</think>Paris", "Paris", "if so"),
+        ("<think>\n", "", "a</think>Paris", "Paris", "a"),
+        ("<think>\n\n</think>\n\n", "", "Paris", "Paris", None),
+        ("<think>\n\n</think>\n\n", "<think>\nLet me see", " if so</think>Paris", "Paris", "if so"),
+    ],
+)
+def test_reasoning_goes_on_where_the_beginning_of_the_answer_leaves_it(
+    thinking, monkeypatch, opened, begun, answer, content, reasoning
+):
+    """opened: what the template writes before the assistant's last text."""
+
+    def apply(messages, **options):
+        return [*b"|assistant\n", *(opened + messages[-1]["content"]).encode()]
+
+    monkeypatch.setattr(thinking.tokenizer, "apply_chat", apply)
+    thinking.script = script(answer)
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": begun}]
+    body = {"messages": messages, "continue_final_message": True}
+    message = thinking.client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == (content, reasoning)
+
+
 class Templated:
     special_ids = frozenset({7})
 

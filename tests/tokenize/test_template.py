@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from slipstream.errors import BadRequest, ModelError
+from slipstream.errors import BadRequest, EngineDown, ModelError
 from slipstream.tokenize import template as module
 from slipstream.tokenize.template import ChatTemplate
 
@@ -89,6 +89,19 @@ def test_a_killed_worker_is_replaced():
     template.close()
 
 
+def test_a_worker_that_stands_still_beside_a_large_message_ends_one_rendering_and_not_all(monkeypatch):
+    """The message does not fit into the pipe, so that writing it is what would wait for ever."""
+    monkeypatch.setattr(module, "PATIENCE", 1.0)
+    template = ChatTemplate("{{ messages[0].content }}")
+    assert template.render(HELLO) == "hello"
+    assert template._worker is not None
+    os.kill(template._worker.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDown, match="did not answer within 1 s"):
+        template.render([{"role": "user", "content": "x" * 200_000}])
+    assert template.render(HELLO) == "hello"
+    template.close()
+
+
 def test_the_templates_own_refusal_is_the_messages_fault():
     with pytest.raises(BadRequest, match="^roles must alternate$") as caught:
         render("{{ raise_exception('roles must alternate') }}")
@@ -119,6 +132,21 @@ def test_the_last_message_is_continued_where_its_text_ends():
         go(source, [{"role": "assistant", "content": None}])
     with pytest.raises(BadRequest):
         render(source, messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize("blank", ["", " ", "\n", " \n\n"])
+def test_a_blank_beginning_of_an_answer_leaves_the_turn_s_head_whole(blank):
+    messages = [*HELLO, {"role": "assistant", "content": blank}]
+    for shown, left in (
+        ("m.content", blank),
+        ("m.content | trim", ""),
+        ("m.content.rstrip()", ""),
+        ("m.content.lstrip()", ""),
+        ("m.content.lstrip(' ')", blank.lstrip(" ")),
+    ):
+        source = "{% for m in messages %}<s>{{ m.role + '\n' + " + shown + " }}</s>{% endfor %}"
+        text = render(source, messages, add_generation_prompt=False, continue_final_message=True)
+        assert text == "<s>user\nhello</s><s>assistant\n" + left, shown
 
 
 def test_threads_share_one_template():

@@ -14,7 +14,6 @@ import os
 import pathlib
 import select
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -27,8 +26,7 @@ import msgspec
 from slipstream import config
 from slipstream.process.board import Board
 from slipstream.process.protocol import Attach, Finished, Hello, Started, Submit, Tokens, ToLeader
-
-_LENGTH = struct.Struct("<I")
+from slipstream.system.framing import Frames, frame
 
 
 class Leader:
@@ -53,24 +51,19 @@ class Leader:
         self._send(*(Finished(id, "length") for id in ids))
 
     def _admit(self) -> list[int]:
-        decode, rest, ids = msgspec.msgpack.Decoder(ToLeader).decode, b"", []
+        decode, frames, ids = msgspec.msgpack.Decoder(ToLeader).decode, Frames(), []
         while len(ids) < self._streams:
             data = self._sock.recv(1 << 20)
             if not data:
                 raise SystemExit("the front end closed the connection")
-            rest += data
-            while len(rest) >= 4 and len(rest) >= 4 + _LENGTH.unpack_from(rest)[0]:
-                size = _LENGTH.unpack_from(rest)[0]
-                message = decode(rest[4 : 4 + size])
-                rest = rest[4 + size :]
+            for message in map(decode, frames.feed(data)):
                 if isinstance(message, Submit):
                     ids.append(message.request.id)
                     self._send(Started(message.request.id, 0))
         return ids
 
     def _send(self, *messages) -> None:
-        frames = [msgspec.msgpack.encode(m) for m in messages]
-        self._sock.sendall(b"".join(_LENGTH.pack(len(f)) + f for f in frames))
+        self._sock.sendall(b"".join(frame(msgspec.msgpack.encode(m)) for m in messages))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -11,7 +11,6 @@ import os
 import pathlib
 import socket
 import statistics
-import struct
 import tempfile
 import threading
 import time
@@ -34,10 +33,10 @@ from slipstream.rank.events import Arrived, Event, Send, SendToFront, Span, Subm
 from slipstream.rank.leader import Leader
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
+from slipstream.system.framing import Frames, frame
 
 ROWS = 128
 PHASES_SHOWN = ("plan", "publish", "launch", "settle")
-_LENGTH = struct.Struct("<I")
 
 
 def request(id: int, prompt_len: int, max_tokens: int) -> Request:
@@ -99,21 +98,12 @@ def machine_cost(waiting: int, steps: int = 2000) -> dict[str, float]:
 
 def receive_all(sock: socket.socket, count: int) -> None:
     """Reads frames until `count` requests have finished."""
-    decode = msgspec.msgpack.Decoder(ToFront).decode
-    data = bytearray()
+    decode, frames = msgspec.msgpack.Decoder(ToFront).decode, Frames()
     while count:
         part = sock.recv(1 << 20)
         if not part:
             raise SystemExit("the engine ended")
-        data += part
-        at = 0
-        while len(data) - at >= 4:
-            (length,) = _LENGTH.unpack_from(data, at)
-            if len(data) - at - 4 < length:
-                break
-            count -= isinstance(decode(memoryview(data)[at + 4 : at + 4 + length]), Finished)
-            at += 4 + length
-        data = data[at:]
+        count -= sum(isinstance(message, Finished) for message in map(decode, frames.feed(part)))
 
 
 def engine_share(scheduling: str, step_us: float, size: int = 2, tokens: int = 1000) -> dict[str, float]:
@@ -144,9 +134,9 @@ def engine_share(scheduling: str, step_us: float, size: int = 2, tokens: int = 1
         there.wait(60)
         sock = attached[0]
         encode = msgspec.msgpack.Encoder().encode
-        frames = [encode(Submit(request(id, 32, tokens))) for id in range(ROWS)]
+        frames = [frame(encode(Submit(request(id, 32, tokens)))) for id in range(ROWS)]
         begin = time.monotonic()
-        sock.sendall(b"".join(_LENGTH.pack(len(f)) + f for f in frames))
+        sock.sendall(b"".join(frames))
         receive_all(sock, ROWS)
         seconds = time.monotonic() - begin
         spans = board.spans(0, seconds)

@@ -7,7 +7,8 @@ import msgspec
 from msgspec import Meta
 
 from slipstream.errors import BadRequest
-from slipstream.serve.errors import to_bad_request
+from slipstream.serve.errors import Failed, Failure, to_bad_request
+from slipstream.serve.ignored import Absent, Ignored
 from slipstream.serve.openai.bodies import ChatBody, FunctionName, Positive, StopString
 
 NAMES = {
@@ -25,9 +26,22 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text", kw_only=True, forb
     citations: list[Any] | None = None
 
 
+class OnlyText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A text block where there may be no other."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: dict[str, Any] | None = None
+    citations: list[Any] | None = None
+
+
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", kw_only=True, forbid_unknown_fields=True):
     thinking: str
     signature: str = ""
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
+    data: str  # another server's secret: no model here can read it
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True, forbid_unknown_fields=True):
@@ -42,17 +56,18 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=Tru
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_only=True, forbid_unknown_fields=True):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyText] | None = None
     is_error: bool | None = None
     cache_control: dict[str, Any] | None = None
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class TurnMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
+    clear_at: Literal["next_user_message", "never"] | None = None  # of a system message: until when the model sees it
 
 
 class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -63,6 +78,10 @@ class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
     input_examples: list[Any] | None = None
+    allowed_callers: list[str] | None = None
+    # how a tool is loaded and its input sent, which no answer depends on
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -77,24 +96,30 @@ class ThinkingOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates that have a setting for it
 
 
-class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensBody(Ignored, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
     messages: Annotated[list[TurnMessage], Meta(min_length=1, max_length=4096)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyText] | None = None
     tools: Annotated[list[ClientTool], Meta(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    thread: dict[str, Any] | None = None  # see `check_thread`
+    # Anthropic's features that are not supported
+    mcp_servers: Absent = None
+    compaction: None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -106,23 +131,28 @@ class MessagesBody(CountTokensBody, kw_only=True):
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
-    # accepted, because nothing here could depend on them
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    cache_control: dict[str, Any] | None = None
-    # Anthropic's, not had here: null or absent
-    container: None = None
-    mcp_servers: None = None
-    context_management: None = None
+    container: None = None  # not supported
 
 
-def chat_body(body: CountTokensBody) -> ChatBody:
-    """The same request to chat. Raises BadRequest naming the field."""
+def check_thread(body: CountTokensBody) -> None:
+    """Raises Failed in the form by which Anthropic's SDK knows to go on without a thread."""
+    if body.thread is not None:
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        text = "thread: conversations are not held here; send the full conversation without it"
+        raise Failed(Failure(400, text, "thread", details=details))
+
+
+def chat_body(body: CountTokensBody, grades_effort: bool = False) -> ChatBody:
+    """The same request to chat. grades_effort: the template has a setting for it. Raises BadRequest naming the field."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system)})
-    for message in body.messages:
-        messages += _user(message) if message.role == "user" else [_assistant(message)]
+    last_user = max((i for i, message in enumerate(body.messages) if message.role == "user"), default=-1)
+    for i, message in enumerate(body.messages):
+        if message.role != "system":
+            messages += _user(message) if message.role == "user" else [_assistant(message)]
+        elif message.clear_at != "next_user_message" or i > last_user:
+            messages.append(_system(message, f"messages[{i}]"))
     out: dict[str, Any] = {"messages": messages}
     if messages[-1]["role"] == "assistant":  # the answer begins with the last message's text
         if messages[-1].get("tool_calls"):
@@ -134,6 +164,9 @@ def chat_body(body: CountTokensBody) -> ChatBody:
         out |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.thinking is not None and body.thinking.type == "disabled":
         out["reasoning_effort"] = "none"
+    elif grades_effort and body.output_config is not None and body.output_config.effort is not None:
+        effort = body.output_config.effort
+        out["reasoning_effort"] = "high" if effort in ("xhigh", "max") else effort
     if body.output_config is not None and body.output_config.format is not None:
         form = {"name": "answer", "schema": body.output_config.format.schema}
         out["response_format"] = {"type": "json_schema", "json_schema": form}
@@ -148,6 +181,8 @@ def chat_body(body: CountTokensBody) -> ChatBody:
 
 
 def _function(tool: ClientTool) -> dict[str, Any]:
+    if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
+        raise BadRequest('tools.allowed_callers: must hold "direct", since only the model calls tools here', "tools")
     out: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         out["description"] = tool.description
@@ -163,7 +198,7 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     return {**out, "tool_choice": "required" if choice.type == "any" else choice.type}
 
 
-def _text(content: str | list[TextBlock] | None) -> str:
+def _text(content: str | list[OnlyText] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content)
@@ -171,6 +206,13 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 def _blocks(message: TurnMessage) -> list[Block]:
     return [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+
+
+def _system(message: TurnMessage, where: str) -> dict[str, Any]:
+    blocks = _blocks(message)
+    if not all(isinstance(block, TextBlock) for block in blocks):
+        raise BadRequest(f"{where}.content: a system message holds text only", f"{where}.content")
+    return {"role": "system", "content": "\n".join(block.text for block in blocks if isinstance(block, TextBlock))}
 
 
 def _user(message: TurnMessage) -> list[dict[str, Any]]:
@@ -197,6 +239,8 @@ def _assistant(message: TurnMessage) -> dict[str, Any]:
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
+        elif isinstance(block, RedactedThinkingBlock):
+            continue
         elif isinstance(block, ToolUseBlock):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             calls.append({"id": block.id, "type": "function", "function": function})

@@ -1,6 +1,7 @@
 """The shape of /v1/messages: Anthropic's message object, its content blocks, and the events of a stream. Pure."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from slipstream.serve.errors import Failure
@@ -75,8 +76,8 @@ class MessagesWriter:
         start = {**self._message([], None, None), "usage": self._usage(0)}
         return _sse({"type": "message_start", "message": start}) + _sse({"type": "ping"})
 
-    def events(self, answer: Choice) -> bytes:
-        return b"".join(_sse(event) for part in answer.take().parts for event in self._blocks.push(part))
+    def events(self, answer: Choice) -> Iterator[bytes]:
+        return (_sse(event) for part in answer.take().parts for event in self._blocks.push(part))
 
     def closing(self) -> bytes:
         out = b"".join(map(_sse, self._blocks.close()))
@@ -88,12 +89,13 @@ class MessagesWriter:
     def failed(self, failure: Failure) -> bytes:
         return b"event: error\ndata: " + failure.anthropic_body() + b"\n\n"
 
-    def whole(self) -> bytes:
+    def whole(self) -> Iterator[bytes]:
         for part in self._answer.take().parts:
             self._blocks.push(part)
+            yield b""
         self._blocks.close()
         reason, sequence = self._reason()
-        return encode({**self._message(self._blocks.done, reason, sequence), "usage": self._usage(len(self._answer.ids))})
+        yield encode({**self._message(self._blocks.done, reason, sequence), "usage": self._usage(len(self._answer.ids))})
 
     def _message(self, content: list, reason: str | None, sequence: str | None) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}

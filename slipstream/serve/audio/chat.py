@@ -19,7 +19,7 @@ from slipstream.errors import BadRequest
 from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, check_voice, composite_of, in_thread
 from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.front import Front
-from slipstream.serve.openai.bodies import ChatBody, Message, TextPart
+from slipstream.serve.openai.bodies import ChatBody, Message, RefusalPart, TextPart
 from slipstream.serve.openai.generate import answer_chat
 from slipstream.serve.request_body import read
 from slipstream.serve.text.params import make_plan
@@ -39,7 +39,7 @@ class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", forbid_unkn
 
 
 class VoiceMessage(Message, kw_only=True):
-    content: str | list[TextPart | AudioPart] | None = None  # type: ignore[assignment]
+    content: str | list[TextPart | RefusalPart | AudioPart] | None = None  # type: ignore[assignment]
     audio: dict[str, Any] | None = None  # type: ignore[assignment]
 
 
@@ -171,7 +171,7 @@ async def _messages(composite: Composite, body: VoiceChatBody, earlier: list[np.
         if isinstance(content, list):
             parts: list[str | None] = []
             for part in content:
-                if isinstance(part, TextPart):
+                if not isinstance(part, AudioPart):
                     parts.append(part.text)
                     continue
                 at += 1
@@ -195,7 +195,7 @@ async def _transcribe(composite: Composite, audio: np.ndarray) -> str:
 
 async def _events(call: Call, head: dict, speaks: bool, with_usage: bool) -> AsyncIterator[dict]:
     """Chunks in OpenAI's shape. With audio, text goes out as the audio's transcript."""
-    chunk = {**head, "object": "chat.completion.chunk"}
+    chunk = {**head, "object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
 
     def event(delta: dict, finish: str | None = None) -> dict:
         return {**chunk, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}]}

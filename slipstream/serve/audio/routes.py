@@ -6,14 +6,38 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from slipstream.graph.conductor import RequestFailed
 from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations
+from slipstream.serve.audio.audio_text import FORMATS
 from slipstream.serve.audio.chat import VoiceChatBody, chat
 from slipstream.serve.audio.realtime import realtime
 from slipstream.serve.errors import Failed
+from slipstream.serve.openapi import EVENTS, JSON, TEXT, Operation
+
+_SOUND = ("audio/mpeg", "audio/ogg", "audio/flac", "audio/wav", "audio/pcm", EVENTS)
+_UPLOAD = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "model": {"type": "string"},
+        "language": {"type": "string"},
+        "prompt": {"type": "string"},
+        "response_format": {"enum": list(FORMATS)},
+        "temperature": {"type": "number", "minimum": 0, "maximum": 1},
+        "timestamp_granularities[]": {"type": "array", "items": {"type": "string"}},
+        "stream": {"type": "boolean"},
+    },
+}
 
 
-def documented() -> dict[str, tuple[type, str]]:
-    """The JSON bodies among them, for the OpenAPI document."""
-    return {"/v1/chat/completions": (VoiceChatBody, "Answer a conversation"), "/v1/audio/speech": (SpeechBody, "Speak a text")}
+def documented() -> dict[tuple[str, str], Operation]:
+    """These routes, for the OpenAPI document; it has no place for the WebSocket."""
+    heard = (JSON, TEXT, "application/x-subrip", "text/vtt", EVENTS)
+    return {
+        ("post", "/v1/chat/completions"): Operation("Answer a conversation", VoiceChatBody, answers=(JSON, EVENTS)),
+        ("post", "/v1/audio/transcriptions"): Operation("Write down what is said", form=_UPLOAD, answers=heard),
+        ("post", "/v1/audio/translations"): Operation("Refused: the model does not translate", form=_UPLOAD, answers=heard),
+        ("post", "/v1/audio/speech"): Operation("Speak a text", SpeechBody, answers=_SOUND),
+    }
 
 
 def routes() -> list[BaseRoute]:

@@ -1,8 +1,10 @@
 """A composite model beside the front end: its conductor, its groups' sockets, and the language model as a component."""
 
 import asyncio
+import logging
+import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,10 +23,13 @@ from slipstream.serve.openai.writers import usage
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, chat_prompt, prepare
+from slipstream.system.framing import BadFrame
 from slipstream.transport.arena import Arena
 
 if TYPE_CHECKING:
     from slipstream.serve.front import Front
+
+log = logging.getLogger("slipstream.serve")
 
 MAX_RUNS = 64  # requests under way; more get 429
 
@@ -44,11 +49,19 @@ class Composite:
         self.conductor = Conductor(model, [local, *self.workers.values(), TaskGroup(model, language, self._think)], self.arena)
         self._tasks: set[asyncio.Task] = set()
 
-    def attach(self, group: int, sock) -> None:
-        """A worker group is ready; `sock` is the stream to it."""
-        task = asyncio.get_running_loop().create_task(self.workers[group].serve(sock))
+    def attach(self, group: int, sock: socket.socket, on_lost: Callable[[], None]) -> None:
+        """A worker group is ready; `sock` is the stream to it. `on_lost` is called when that has ended."""
+        task = asyncio.get_running_loop().create_task(self._serve(group, sock, on_lost))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, group: int, sock: socket.socket, on_lost: Callable[[], None]) -> None:
+        try:
+            why = await self.workers[group].serve(sock)
+        except (BadFrame, msgspec.MsgspecError) as e:
+            why = f"it has sent something that is not a message: {e}"
+        log.error("the link to %s was lost: %s", ", ".join(self.workers[group].components), why)
+        on_lost()
 
     def unhealthy(self) -> str | None:
         down = [c for g in self.workers.values() if not g.up for c in g.components]
@@ -100,13 +113,12 @@ async def _never() -> dict:
 
 
 class Call:
-    """One HTTP request's run. The front end cuts a client that does not read, as it does for generations."""
+    """One HTTP request's run."""
 
     def __init__(self, front: "Front", run: Run):
         self.front = front
         self.run = run
         self.gone = False
-        self.blocked_since = 0.0
         self._tasks: list[asyncio.Task] = []
 
     async def __aenter__(self) -> "Call":
@@ -129,14 +141,9 @@ class Call:
         self.gone = True
         self.run.abort()
 
-    def is_stuck(self, now: float, seconds: float) -> bool:
-        return self.blocked_since > 0 and now - self.blocked_since > seconds
-
     async def write(self, send, data: bytes, more: bool) -> None:
-        """Writes a part of the body and notes how long the client makes it wait."""
-        self.blocked_since = time.monotonic()
+        """Writes a part of the body."""
         await send({"type": "http.response.body", "body": data, "more_body": more})
-        self.blocked_since = 0.0
 
     def feed(self, port: str, value: Any) -> None:
         """Gives a whole input, from a task of its own, since it may wait for room."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from slipstream.process.protocol import Hello, Listening, ToFrontControl
+from slipstream.process.protocol import Hello, ToFrontControl, ToSupervisor
 
 MAX_MESSAGE = 1 << 20
 MAX_DESCRIPTORS = 8
@@ -34,8 +34,8 @@ class Control:
         data, fds, _, _ = socket.recv_fds(self._sock, MAX_MESSAGE, MAX_DESCRIPTORS)
         return (self._decode(data), list(fds)) if data else None
 
-    def listening(self) -> None:
-        self._sock.send(msgspec.msgpack.encode(Listening()))
+    def tell(self, message: ToSupervisor) -> None:
+        self._sock.send(msgspec.msgpack.encode(message))
 
     async def serve(self, handle: Handler) -> None:
         """Hands each further message to `handle`, one after the other, until the process ends."""

@@ -9,12 +9,25 @@ import secrets
 import socket
 import time
 from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.errors import Overloaded
 from slipstream.log.request import Request, TokenLogprobs
-from slipstream.process.protocol import Abort, Attach, Down, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens
+from slipstream.process.protocol import (
+    Abort,
+    Attach,
+    Down,
+    Finished,
+    Load,
+    PromptLogprobs,
+    Refused,
+    Started,
+    Submit,
+    ToFront,
+    Tokens,
+)
 from slipstream.serve.engine.link import Link
 from slipstream.serve.errors import Failed, Failure
 
@@ -55,7 +68,8 @@ class RequestLimits:
 class Engine:
     """Sends requests to the group's leader and its answers to sinks.
 
-    `state` is "starting", "ready", "draining" or "failed"; `reason` says why it is not ready.
+    `state` is "starting", "ready", "draining" or "failed"; `reason` says why it is not ready. `on_lost` is called with the
+    incarnation of a leader whose link has ended without a word from the supervisor, which then gives another link.
     """
 
     def __init__(self, on_load=None):
@@ -65,6 +79,7 @@ class Engine:
         self.reason = "the model is loading"
         self.retry_after = 2.0
         self.incarnation = -1
+        self.on_lost: Callable[[int], None] = lambda incarnation: None
         self._on_load = on_load  # called with (Load, whether it is the first of a new leader)
         self._fresh = True
         self._failed = False
@@ -91,10 +106,10 @@ class Engine:
         if self._link is not None:
             self._lose(self._link, "another process has taken the model over")
         holder: list[Link] = []
-        link = await Link.open(sock, lambda ms: self._receive(ms, holder), lambda why: self._lose(holder[0], why))
+        link = await Link.open(sock, lambda ms: self._receive(ms, holder), lambda why: self._broke(holder[0], why))
         holder.append(link)
         self._link = link
-        self._failed, self._fresh = False, True
+        self._failed, self._fresh = False, message.incarnation != self.incarnation
         self.reason, self.incarnation = "", message.incarnation
         self.limits = RequestLimits(message.max_len, message.pages, message.slots)
 
@@ -131,17 +146,28 @@ class Engine:
     def next_id(self) -> int:
         return next(self._ids)
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Hands a validated request over. Raises Failed or Overloaded, and then nothing was handed over."""
+    def submit(self, request: Request, sink: Sink, more: Sequence[tuple[Request, Sink]] = ()) -> None:
+        """Hands a validated request over, with `more` choices: the same request with the next choice numbers.
+
+        They travel together, since what they share may be large. Raises Failed or Overloaded, and then nothing was handed over.
+        """
         self.check_ready()
         assert self._link is not None
         self._live[request.id] = sink
-        self._link.send(Submit(request))
+        self._live.update((other.id, its_sink) for other, its_sink in more)
+        self._link.send(Submit(request, tuple(other.id for other, _ in more)))
 
     def abort(self, id: int, kept: int = -1) -> None:
         """The sink has ended by itself, having kept so many generated tokens (-1: all). It hears nothing more."""
         if self._live.pop(id, None) is not None and self._link is not None:
             self._link.send(Abort(id, kept))
+
+    def _broke(self, link: Link, why: str) -> None:
+        """The link has ended by itself. The leader may be alive and well, so the supervisor is told."""
+        if link is self._link:
+            log.error("the link to the model's process was lost: %s", why)
+            self._lose(link, why)
+            self.on_lost(self.incarnation)
 
     def _lose(self, link: Link, why: str) -> None:
         """The leader is gone: everybody it served hears so, once."""
@@ -158,7 +184,7 @@ class Engine:
         for id in list(self._live):
             self._end(id, "fail", failure)
 
-    def _receive(self, messages: list, holder: list[Link]) -> None:
+    def _receive(self, messages: Iterable[ToFront], holder: list[Link]) -> None:
         if holder and holder[0] is not self._link:
             return
         now = time.monotonic()

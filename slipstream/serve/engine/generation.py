@@ -1,7 +1,6 @@
 """All choices of one HTTP request: submitted together, ended together when one fails or the client leaves."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 from slipstream.serve.engine.engine import Engine
@@ -16,7 +15,6 @@ class Generation:
         self.answers: list[Choice] = []
         self.gone = False  # the client went away
         self.on_close: Callable[[list[Choice]], None] | None = None  # called once, when all have ended
-        self.blocked_since = 0.0  # when a write began that has not ended, 0 for none
         self._engine = engine
         self._ended: set[int] = set()
         self._dirty: dict[int, Choice] = {}
@@ -29,8 +27,10 @@ class Generation:
         self._engine.check_ready()
         self.answers = answers
         self._watch = asyncio.create_task(self._watch_client(receive))
-        for answer in answers:
-            self._engine.submit(answer.request, answer)
+        n = answers[0].plan.n
+        for at in range(0, len(answers), n):  # the choices of one prompt
+            first, *others = answers[at : at + n]
+            self._engine.submit(first.request, first, [(a.request, a) for a in others])
 
     async def _watch_client(self, receive: Callable[[], Awaitable]) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -89,15 +89,6 @@ class Generation:
         """Waits for every answer's end. Raises Failed."""
         while await self.changed():
             pass
-
-    def is_stuck(self, now: float, seconds: float) -> bool:
-        return self.blocked_since > 0 and now - self.blocked_since > seconds
-
-    async def write(self, send: Callable[[dict], Awaitable], data: bytes, more: bool) -> None:
-        """Writes a part of the body and notes how long the client makes it wait."""
-        self.blocked_since = time.monotonic()
-        await send({"type": "http.response.body", "body": data, "more_body": more})
-        self.blocked_since = 0.0
 
     def close(self) -> None:
         for answer in self.answers:

@@ -1,32 +1,37 @@
-"""The stream socket to a group's leader: frames of a 4-byte little-endian length and msgpack, both ways, on the event loop."""
+"""The stream socket to a group's leader on the event loop; `system.framing` says how messages stand in it."""
 
 import asyncio
 import socket
-import struct
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from slipstream.process.protocol import ToFront, ToLeader
+from slipstream.system.framing import BadFrame, Frames, frame
 
-MAX_FRAME = 1 << 30
-MAX_UNSENT = 256 << 20
-_LENGTH = struct.Struct("<I")
+MAX_UNSENT = 256 << 20  # bytes
+TURN_SECONDS = 0.005  # of handling messages in one turn of the loop; the clients' sockets have their turn in between
 
 
 class Link(asyncio.Protocol):
-    """One connection to a leader. `on_messages` gets all that one turn of the loop brought; `on_lost` is called once."""
+    """One connection to a leader. `on_messages` gets what one turn of the loop may handle; `on_lost` is called once."""
 
-    def __init__(self, on_messages: Callable[[list], None], on_lost: Callable[[str], None]):
+    def __init__(self, on_messages: Callable[[Iterable[ToFront]], None], on_lost: Callable[[str], None]):
         self._on_messages = on_messages
         self._on_lost = on_lost
         self._decode = msgspec.msgpack.Decoder(ToFront).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._rest = b""
+        self._frames = Frames()
+        self._waiting: deque[ToFront] = deque()
         self._transport: asyncio.Transport | None = None
+        self._why = "the model's process closed the connection"
 
     @classmethod
-    async def open(cls, sock: socket.socket, on_messages: Callable[[list], None], on_lost: Callable[[str], None]) -> "Link":
+    async def open(
+        cls, sock: socket.socket, on_messages: Callable[[Iterable[ToFront]], None], on_lost: Callable[[str], None]
+    ) -> "Link":
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
         _, link = await loop.create_connection(lambda: cls(on_messages, on_lost), sock=sock)
@@ -37,29 +42,35 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._on_lost(str(exc) if exc else "the model's process closed the connection")
+        self._on_lost(str(exc) if exc else self._why)
 
     def data_received(self, data: bytes) -> None:
-        if self._rest:
-            data = self._rest + data
-        messages, at, size = [], 0, len(data)
-        view = memoryview(data)
-        while size - at >= 4:
-            (length,) = _LENGTH.unpack_from(data, at)
-            if length > MAX_FRAME:
-                self.close()
+        try:
+            self._waiting.extend(map(self._decode, self._frames.feed(data)))
+        except (BadFrame, msgspec.MsgspecError) as e:
+            self._why = f"the model's process sent something that is not a message: {e}"
+            self.close()
+            return
+        self._handle()
+
+    def _handle(self) -> None:
+        """Hands on what has come. What one turn cannot handle waits for the next, and the leader with it."""
+        if self._waiting:
+            self._on_messages(self._turn())
+        if self._transport is None:
+            return
+        if self._waiting:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._handle)
+        else:
+            self._transport.resume_reading()
+
+    def _turn(self) -> Iterator[ToFront]:
+        end = time.monotonic() + TURN_SECONDS
+        while self._waiting:
+            yield self._waiting.popleft()
+            if time.monotonic() > end:
                 return
-            if size - at - 4 < length:
-                break
-            try:
-                messages.append(self._decode(view[at + 4 : at + 4 + length]))
-            except msgspec.MsgspecError:
-                self.close()
-                return
-            at += 4 + length
-        self._rest = bytes(view[at:])
-        if messages:
-            self._on_messages(messages)
 
     @property
     def full(self) -> bool:
@@ -68,8 +79,7 @@ class Link(asyncio.Protocol):
 
     def send(self, message: ToLeader) -> None:
         if self._transport is not None:
-            body = self._encode(message)
-            self._transport.write(_LENGTH.pack(len(body)) + body)
+            self._transport.write(frame(self._encode(message)))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -96,6 +96,7 @@ class Metrics(Collector):
         self.host_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self._load: Load | None = None
+        self._counted: Load | None = None  # the last report that went into the counters
         self._pages_total = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -115,10 +116,10 @@ class Metrics(Collector):
 
     def on_load(self, load: Load | None, first: bool) -> None:
         """Takes a leader's report; None when the leader is gone, which leaves an idle load."""
-        before = None if first else self._load
         self._load = load
         if load is None:
             return
+        before, self._counted = None if first else self._counted, load
         self._pages_total = load.pages_total
         _add(self.steps, load.steps, before.steps if before else {})
         _add(self.host_seconds, load.host_seconds, before.host_seconds if before else {})

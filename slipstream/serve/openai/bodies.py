@@ -1,13 +1,16 @@
 """The bodies that clients send, as structs: the routes decode with them and the OpenAPI document is made from them.
 
-Ranges stand in the types, so a value out of range is refused with its field's path, and the document shows them. A JSON null
-counts as absent. Imports msgspec only.
+Ranges stand in the types, so a value out of range is refused with its field's path, and the document shows them. Where structs
+share a place, their tag is `type`; a struct alone has `type` as a field, since a missing tag would pass there. A JSON null
+counts as absent. Imports nothing but msgspec and what all bodies share.
 """
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from slipstream.serve.ignored import Absent, Ignored
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -16,9 +19,13 @@ MAX_PROMPTS = 2048
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Verbosity = Literal["low", "medium", "high"]  # a hint that no chat template has a variable for
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]  # OpenAI's bounds
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -40,8 +47,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
-class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both generating routes share."""
+class Generate(Ignored, kw_only=True):
+    """The fields that both generating routes share."""
 
     model: str | None = None
     max_tokens: Positive | None = None
@@ -72,13 +79,6 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    # accepted, because nothing here could depend on them
-    user: Any = None
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
 
 class CompletionBody(Generate, kw_only=True):
@@ -97,6 +97,16 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
     cache_control: dict[str, Any] | None = None  # Anthropic's, which clients of many servers send; whatever is alike is reused
 
 
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
+    """What an assistant's earlier answer said instead of a text."""
+
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
 
 
@@ -107,7 +117,8 @@ class FunctionDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
     function: FunctionDef
 
 
@@ -119,9 +130,14 @@ class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unkno
     function: NamedFunction
 
 
+class AllowedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedChoice], Meta(min_length=1)]
+    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
 
 
 class AllowedChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
@@ -146,7 +162,7 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=1024)] | None = None
     reasoning_content: str | None = None
@@ -173,11 +189,11 @@ class ChatBody(Generate, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # OpenAI's, not had here: null or absent
+    # OpenAI's features that are not supported
     audio: None = None
-    functions: None = None
+    functions: Absent = None
     function_call: None = None
     prediction: None = None
     web_search_options: None = None

@@ -1,6 +1,7 @@
 """The two generating routes: all is checked and tokenized before anything is submitted, then answered whole or streamed."""
 
 import time
+from array import array
 from collections.abc import Callable
 
 import msgspec
@@ -9,39 +10,45 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import BadRequest
-from slipstream.log.request import Request
+from slipstream.log.request import Request, SamplingParams
+from slipstream.serve.delivery import LongResponse
+from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
-from slipstream.serve.openai.bodies import ChatBody, CompletionBody
-from slipstream.serve.openai.chat import plan_chat
+from slipstream.serve.jobs import chat
+from slipstream.serve.openai.bodies import ChatBody
 from slipstream.serve.openai.read_writer import ReadWriter
 from slipstream.serve.openai.writers import ChatWriter, CompletionWriter, Shape
-from slipstream.serve.request_body import read
+from slipstream.serve.preparing import prepared
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.logprobs import TokenNames
-from slipstream.serve.text.params import GenerationParams, make_plan
-from slipstream.serve.text.prompts import Prompt, completion_prompts, prepare, size_of
+from slipstream.serve.text.params import GenerationParams
+from slipstream.serve.text.prompts import Prompt, prepare
 
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # of whatever is sent as it is made
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS]
 
 
 async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     front: Front = http.app.state.front
     born = time.monotonic()
-    return await answer_chat(http, front, await read(http, ChatBody), born)
+    found = await prepared(http, "chat")
+    return await _answer_chat(http, front, found.plan, found.prompts, born)
 
 
 async def answer_chat(http: HttpRequest, front: Front, body: ChatBody, born: float) -> Response:
-    """A conversation in text."""
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-    plan, prompts = await prepare(None, lambda: plan_chat(body, front.dialect, tokenizer, limits))
+    """A conversation in text, of a route that has decoded its body itself."""
+    desk = front.desk(True)
+    found = await prepare(None, lambda: chat(body, desk, b""))
+    return await _answer_chat(http, front, found.plan, found.prompts, born)
+
+
+async def _answer_chat(
+    http: HttpRequest, front: Front, plan: GenerationParams | None, prompts: list[Prompt], born: float
+) -> Response:
+    assert plan is not None
     form = ChatWriter if plan.reading is None else ReadWriter
     return await answer(http, front, plan, prompts, form, "chatcmpl-" + http.scope["slipstream.id"], born)
 
@@ -50,40 +57,45 @@ async def completions(http: HttpRequest) -> Response:
     """POST /v1/completions."""
     front: Front = http.app.state.front
     born = time.monotonic()
-    body = await read(http, CompletionBody)
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-
-    def work() -> tuple[GenerationParams, list[Prompt]]:
-        plan = make_plan(body, tokenizer)
-        return plan, completion_prompts(body, plan, tokenizer, limits)
-
-    bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
-    only_ids = isinstance(body.prompt, list) and isinstance(body.prompt[0], int) and not (body.echo or body.bad_words)
-    plan, prompts = await prepare(None if bound else size_of(body), work, only_ids)
-    return await answer(http, front, plan, prompts, CompletionWriter, "cmpl-" + http.scope["slipstream.id"], born)
+    found = await prepared(http, "completions")
+    assert found.plan is not None
+    return await answer(http, front, found.plan, found.prompts, CompletionWriter, "cmpl-" + http.scope["slipstream.id"], born)
 
 
 def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
     """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k).
 
-    Raises BadRequest for more than can ever run and wait together: they would be refused later just the same.
+    Raises BadRequest for more than may wait: all wait at first, so an idle server would refuse them just the same.
     """
-    count, config = plan.n * len(prompts), front.engine_config
-    if count > config.max_queue + config.max_num_seqs:
+    count, most = plan.n * len(prompts), front.engine_config.max_queue
+    if count > most:
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
-        most = f"{config.max_num_seqs} (--max-num-seqs) run and {config.max_queue} (--max-queue) wait at a time"
-        raise BadRequest(f"{what} make {count} requests, of which {most}; send fewer together", param)
+        raise BadRequest(f"{what} make {count} requests, of which {most} (--max-queue) can wait; send fewer together", param)
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
     grammar, out = plan.grammar, []
     for prompt in prompts:
         packed = prompt.ids.tobytes()
         for sampling in samplings:
-            id = front.engine.next_id()
-            out.append((prompt, Request(id, packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)))
+            request = Request(front.engine.next_id(), packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)
+            out.append((prompt, _scored(request) if plan.discard else request))
     return out
 
 
+def _scored(request: Request) -> Request:
+    """A request that generates nothing, for an engine that generates at least one token: the prompt's last token is forced.
+
+    Its log probabilities come with it, as they would with the prompt, and the prompt may be as long as the model allows. A
+    prompt of one token has no log probabilities; the engine generates a token then, which nobody sees.
+    """
+    ids, sampling = request.prompt, request.sampling
+    if request.prompt_len == 1:
+        return request
+    last, shown = array("i", ids[-4:])[0], sampling.prompt_logprobs
+    forced = SamplingParams(0.0, seed=sampling.seed, logit_bias=((last, FORCING),), logprobs=shown, prompt_logprobs=shown)
+    return msgspec.structs.replace(request, prompt=ids[:-4], sampling=forced, grammar=b"")
+
+
+FORCING = 1e9  # a logit bias that no logit outweighs
 MakeForm = Callable[
     [str, int, str, GenerationParams, TokenNames, list[Choice]], Shape
 ]  # id, created, model, plan, names, answers
@@ -118,7 +130,7 @@ async def answer(
             await generation.done()
         if generation.gone:
             return Response(status_code=499)
-        return Response(form.whole(), media_type="application/json")
+        return LongResponse(await run_sliced(form.whole()))
     finally:
         if not streaming:
             generation.close()
@@ -136,18 +148,22 @@ class Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form = self._generation, self._form
+
+        async def write(data: bytes, more: bool) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             if beginning := form.beginning():
-                await generation.write(send, beginning, True)
+                await write(beginning, True)
             while news := await generation.changed():
-                data = b"".join([form.events(answer) for answer in news])
+                data = b"".join(await run_sliced(piece for answer in news for piece in form.events(answer)))
                 if data:
-                    await generation.write(send, data, True)
+                    await write(data, True)
             if not generation.gone:
-                await generation.write(send, form.closing(), False)
+                await write(form.closing(), False)
         except Failed as e:
-            await generation.write(send, form.failed(e.failure), False)
+            await write(form.failed(e.failure), False)
         finally:
             generation.close()
             self._front.open.pop(generation, None)

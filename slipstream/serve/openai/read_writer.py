@@ -1,6 +1,7 @@
 """Chat completions whose answers hold reasoning or tool calls, whole and as server-sent events. Pure."""
 
 import json
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from slipstream.serve.openai.writers import ChatWriter
@@ -19,18 +20,18 @@ class Said(NamedTuple):
 def gather(parts: list[Part]) -> Said:
     """Puts an answer's parts together."""
     content, reasoning = [], []
-    calls: dict[int, list[str]] = {}
+    calls: dict[int, tuple[str, str, list[str]]] = {}
     for part in parts:
         if part.kind == "content":
             content.append(part.text)
         elif part.kind == "reasoning":
             reasoning.append(part.text)
         elif part.kind == "call":
-            calls[part.call] = [part.id, part.text, ""]
+            calls[part.call] = (part.id, part.text, [])
         else:
-            calls[part.call][2] += part.text
-    whole = [(id, name, arguments) for id, name, arguments in calls.values() if parses(arguments)]
-    return Said("".join(content), "".join(reasoning), whole)
+            calls[part.call][2].append(part.text)
+    whole = [(id, name, "".join(arguments)) for id, name, arguments in calls.values()]
+    return Said("".join(content), "".join(reasoning), [call for call in whole if parses(call[2])])
 
 
 def parses(text: str) -> bool:
@@ -55,17 +56,16 @@ def delta(part: Part) -> dict[str, Any]:
 class ReadWriter(ChatWriter):
     """POST /v1/chat/completions, for a plan with a reading."""
 
-    def events(self, answer: Choice) -> bytes:
-        out = self._opened(answer)
+    def events(self, answer: Choice) -> Iterator[bytes]:
+        yield from self._opened(answer)
         piece = answer.take()
-        for i, part in enumerate(piece.parts):
-            out += self._event(answer, {"delta": delta(part)}, piece if i == 0 else None, False)  # its tokens go with the first
+        for i, part in enumerate(piece.parts):  # the tokens go with the first
+            yield from self._event(answer, {"delta": delta(part)}, piece if i == 0 else None, False)
         left = piece if not piece.parts else None
         if answer.finish_reason is not None:
-            return out + self._event(answer, {"delta": {}}, left, True)
-        if left is not None and left.ids:
-            out += self._event(answer, {"delta": {}}, left, False)
-        return out
+            yield from self._event(answer, {"delta": {}}, left, True)
+        elif left is not None and left.ids:
+            yield from self._event(answer, {"delta": {}}, left, False)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         return message(gather(piece.parts))

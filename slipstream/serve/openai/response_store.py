@@ -8,15 +8,19 @@ import contextlib
 import fcntl
 import mmap
 import os
+import re
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
 DATA_BYTES = 64 << 20
 ENTRIES = 4096
+RECORD_BYTES = DATA_BYTES // 16  # of one record at most, so that a few large ones do not push all others out
 SECONDS = 3600.0
-KEY_BYTES = 24
+KEY = re.compile(r"[0-9a-f]{24}")
+State = Literal["kept", "marked", "removed", "lost"]
 
 _ENTRY = np.dtype([("key", "S24"), ("begin", "<i8"), ("size", "<i8"), ("time", "<f8"), ("gone", "<i4"), ("flag", "<i4")])
 _HEAD = np.dtype([("written", "<i8"), ("records", "<i8")])
@@ -24,7 +28,7 @@ _BYTES = _HEAD.itemsize + ENTRIES * _ENTRY.itemsize + DATA_BYTES
 
 
 class ResponseStore:
-    """Keys are 24 ASCII characters. The newest record of a key counts. Times are of the clock that all processes share."""
+    """Keys are 24 hexadecimal digits. The newest record of a key counts. Times are of the clock that all processes share."""
 
     def __init__(self, fd: int | None = None, seconds: float = SECONDS):
         """fd: a memfd that the processes share; None makes one of this process's own."""
@@ -47,7 +51,7 @@ class ResponseStore:
 
     def put(self, key: str, data: bytes) -> bool:
         """Keeps a record; False where it is too large to be kept."""
-        if len(data) > DATA_BYTES // 4:
+        if len(data) > RECORD_BYTES:
             return False
         with self._locked():
             begin, at = int(self._head["written"][0]), int(self._head["records"][0]) % ENTRIES
@@ -55,11 +59,9 @@ class ResponseStore:
             first = min(len(data), DATA_BYTES - place)
             self._data[place : place + first] = data[:first]
             self._data[: len(data) - first] = data[first:]
-            old = self._find(key)
-            self._entries[at] = (key.encode(), begin, len(data), time.monotonic(), 0, 0)
-            if old is not None and old != at:
-                self._entries["gone"][old] = 1
-                self._entries["flag"][at] = self._entries["flag"][old]
+            old = self._newest(key)
+            flag = 0 if old is None else int(self._entries["flag"][old])
+            self._entries[at] = (key.encode(), begin, len(data), time.monotonic(), 0, flag)
             self._head["written"][0] = begin + len(data)
             self._head["records"][0] += 1
         return True
@@ -88,19 +90,30 @@ class ResponseStore:
             if at is not None:
                 self._entries["flag"][at] = 1
 
-    def marked(self, key: str) -> bool:
-        """Whether the record was marked or is no longer there."""
+    def state(self, key: str) -> State:
+        """What became of the record; "lost" when it has ended by age or was pushed out, or never was."""
         with self._locked():
-            at = self._find(key)
-            return at is None or bool(self._entries["flag"][at])
+            at = self._newest(key)
+            if at is None:
+                return "lost"
+            entry = self._entries[at]
+            if entry["gone"]:
+                return "removed"
+            return "marked" if entry["flag"] else "kept" if self._is_kept(at) else "lost"
+
+    def _newest(self, key: str) -> int | None:
+        """The place of the key's newest entry, whatever became of the record."""
+        if not KEY.fullmatch(key):
+            return None
+        hits = np.flatnonzero(self._entries["key"] == key.encode())
+        return int(hits[np.argmax(self._entries["begin"][hits])]) if len(hits) else None
 
     def _find(self, key: str) -> int | None:
-        """The place of the key's record, None where it has none, or it is too old or overwritten."""
-        entries = self._entries
-        hits = np.flatnonzero((entries["key"] == key.encode()) & (entries["gone"] == 0))
-        if not len(hits):
-            return None
-        at = int(hits[np.argmax(entries["begin"][hits])])
-        kept = int(self._head["written"][0]) - DATA_BYTES <= int(entries["begin"][at])
-        fresh = time.monotonic() - float(entries["time"][at]) <= self._seconds
-        return at if kept and fresh else None
+        """The place of the key's record, None where it has none, or it is removed or lost."""
+        at = self._newest(key)
+        return at if at is not None and not self._entries["gone"][at] and self._is_kept(at) else None
+
+    def _is_kept(self, at: int) -> bool:
+        entry = self._entries[at]
+        kept = int(self._head["written"][0]) - DATA_BYTES <= int(entry["begin"])
+        return kept and time.monotonic() - float(entry["time"]) <= self._seconds

@@ -1,9 +1,8 @@
-"""/v1/responses: create, retrieve, cancel, delete. What is stored stands on the front ends' shelf: bounded, and for an hour."""
+"""/v1/responses: create, count, retrieve, list, cancel, delete. Stored responses stand in the front ends' `ResponseStore`."""
 
 import asyncio
 import secrets
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,143 +10,129 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from slipstream.errors import BadRequest, Overloaded
-from slipstream.serve.engine.generation import Generation
-from slipstream.serve.errors import Failed
+from slipstream.errors import BadRequest
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
-from slipstream.serve.openai.chat import plan_chat
-from slipstream.serve.openai.generate import answer, requests_of
-from slipstream.serve.openai.responses_body import NAMES, ResponsesBody, chat_body, conversation, renamed
+from slipstream.serve.jobs import ResponseStart
+from slipstream.serve.openai.background import CANCEL_SECONDS, begin
+from slipstream.serve.openai.generate import answer
+from slipstream.serve.openai.response_store import RECORD_BYTES
+from slipstream.serve.openai.responses_body import NAMES, conversation, renamed
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
-from slipstream.serve.request_body import read
-from slipstream.serve.text.choice import Choice
-from slipstream.serve.text.params import GenerationParams
-from slipstream.serve.text.prompts import Prompt, prepare
-from slipstream.serve.text.reader import Reading
-
-MAX_BACKGROUND = 256  # responses that run without a client
-CANCEL_SECONDS = 0.1  # between looks at whether a background response was cancelled
-
-_background: set[asyncio.Task] = set()
+from slipstream.serve.preparing import prepared
 
 
 def routes() -> list[Route]:
     return [
         Route("/v1/responses", create, methods=["POST"]),
-        Route("/v1/responses/{id}", retrieve, methods=["GET"]),
-        Route("/v1/responses/{id}", delete, methods=["DELETE"]),
+        Route("/v1/responses/input_tokens", input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
         Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", list_input_items, methods=["GET"]),
     ]
 
 
 async def create(http: HttpRequest) -> Response:
     """POST /v1/responses."""
-    body = await read(http, ResponsesBody)
-    if body.background and (body.stream or body.store is False):
-        raise BadRequest("background: not together with stream, and only with store", "background")
-    try:
-        return await _create(http, body)
-    except BadRequest as e:
-        raise renamed(e, NAMES) from None
-
-
-async def _create(http: HttpRequest, body: ResponsesBody) -> Response:
     front: Front = http.app.state.front
     born = time.monotonic()
-    front.check_model(body.model)
-    tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
-    earlier = _earlier(front, body.previous_response_id)
-
-    def work() -> tuple[list[dict[str, Any]], tuple[GenerationParams, list[Prompt]]]:
-        messages = [*earlier, *conversation(body.input)]
-        if not messages:
-            raise BadRequest("input: holds nothing to answer", "input")
-        return messages, plan_chat(chat_body(body, messages), front.dialect, tokenizer, limits)
-
-    messages, (plan, prompts) = await prepare(None, work)
-    plan = replace(plan, reading=plan.reading or Reading())
+    found = await prepared(http, "responses", lambda id: _earlier(front, id))
+    assert found.plan is not None
+    start = msgspec.msgpack.decode(found.more, type=ResponseStart)
     key = secrets.token_hex(12)
 
     def keep(value: dict[str, Any]) -> None:
-        if body.store is not False and not (body.background and front.response_store.get(key) is None):
-            front.response_store.put(key, encode({"response": value, "messages": [*messages, *conversation(value["output"])]}))
+        if not value["store"] or (value["background"] and front.response_store.state(key) == "removed"):
+            return
+        said = msgspec.Raw(extended(start.conversation, conversation(value["output"])))
+        record = encode({"response": value, "messages": said, "input": msgspec.Raw(start.items)})
+        if not front.response_store.put(key, record):
+            _not_kept(front, key, value)
 
-    form = ResponsesWriter(body, front.model, "resp_" + key, int(time.time()), keep)
-    if body.background:
-        return await _begin_in_background(front, plan, prompts, form, key, born)
-    return await answer(http, front, plan, prompts, form.bind, "resp_" + key, born)
-
-
-async def _begin_in_background(
-    front: Front, plan: GenerationParams, prompts: list[Prompt], form: ResponsesWriter, key: str, born: float
-) -> Response:
-    if len(_background) >= MAX_BACKGROUND:
-        raise Overloaded(f"{MAX_BACKGROUND} responses run in the background; try again later")
-    assert front.tokenizer is not None and front.names is not None and front.grammars is not None
-    if plan.structure is not None:
-        await front.grammars.check(plan.structure)
-    generation = Generation(front.engine)
-    ((prompt, request),) = requests_of(front, plan, prompts)
-    one = Choice(0, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)
-    form.bind("", 0, front.model, plan, front.names, [one])
-    generation.start([one], _never)
-    front.open[generation] = None
-    front.response_store.put(key, encode({"response": form.value, "messages": []}))
-    task = asyncio.get_running_loop().create_task(_run(front, generation, form, key))
-    _background.add(task)
-    task.add_done_callback(_background.discard)
-    return as_json(form.value)
-
-
-async def _run(front: Front, generation: Generation, form: ResponsesWriter, key: str) -> None:
-    """A response without a client, until it has ended, or was cancelled or deleted."""
-    done = asyncio.ensure_future(generation.done())
+    form = ResponsesWriter({**start.value, "id": "resp_" + key, "created_at": int(time.time())}, keep)
     try:
-        while not (await asyncio.wait([done], timeout=CANCEL_SECONDS))[0]:
-            if front.response_store.marked(key):
-                done.cancel()
-                form.cancel()
-                return
-        done.result()
-        form.whole()
-    except Failed as e:
-        form.failed(e.failure)
-    finally:
-        generation.close()
-        front.open.pop(generation, None)
+        if form.value["background"]:
+            return await begin(front, found.plan, found.prompts, form, key, born, http.scope.get("slipstream.cut"))
+        return await answer(http, front, found.plan, found.prompts, form.bind, "resp_" + key, born)
+    except BadRequest as e:  # of a grammar
+        raise renamed(e, NAMES) from None
 
 
-async def _never() -> dict:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError
+def extended(messages: bytes, more: list[dict[str, Any]]) -> bytes:
+    """A JSON list that is not empty, with more at its end."""
+    return messages[:-1] + b"," + encode(more)[1:] if more else messages
 
 
-def _find(front: Front, id: str, param: str) -> dict[str, Any]:
+async def input_tokens(http: HttpRequest) -> Response:
+    """POST /v1/responses/input_tokens."""
+    front: Front = http.app.state.front
+    return Response((await prepared(http, "input_tokens", lambda id: _earlier(front, id))).more, media_type="application/json")
+
+
+def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
+    """Says that the response is too large to be stored: to its own client, or in the store where it ran in the background."""
+    value["store"] = False
+    if value["background"]:
+        error = {"code": "server_error", "message": f"the response is larger than the {RECORD_BYTES} bytes that can be stored"}
+        failed = {**value, "status": "failed", "output": [], "error": error}
+        front.response_store.put(key, encode({"response": failed}))
+
+
+class Record(msgspec.Struct):
+    """What is stored of a response."""
+
+    response: dict[str, Any]
+    messages: msgspec.Raw = msgspec.Raw(b"[]")  # the conversation, the answer included
+    input: msgspec.Raw = msgspec.Raw(b"[]")  # the request's own items
+
+
+def _find(front: Front, id: str, param: str) -> Record:
     """The record of a stored response. Raises BadRequest (404)."""
-    key = id.removeprefix("resp_")
-    data = front.response_store.get(key) if id.startswith("resp_") and len(key) == 24 and key.isascii() else None
+    data = front.response_store.get(id.removeprefix("resp_")) if id.startswith("resp_") else None
     if data is None:
         raise BadRequest(f"{param}: no response of this id is stored here; they are kept for an hour at most", param, 404)
-    return msgspec.json.decode(data)
+    return msgspec.json.decode(data, type=Record)
 
 
-def _earlier(front: Front, id: str | None) -> list[dict[str, Any]]:
-    """The conversation that ends with a stored response."""
-    if id is None:
-        return []
+def _earlier(front: Front, id: str) -> bytes:
+    """The conversation that ends with a stored response, as JSON."""
     record = _find(front, id, "previous_response_id")
-    if record["response"]["status"] not in ("completed", "incomplete"):
+    if record.response["status"] not in ("completed", "incomplete"):
         raise BadRequest("previous_response_id: that response has no whole answer", "previous_response_id")
-    return record["messages"]
+    return bytes(record.messages)
+
+
+async def stored(http: HttpRequest) -> Response:
+    """One route, so that a 405 names both methods."""
+    return await (delete if http.method == "DELETE" else retrieve)(http)
 
 
 async def retrieve(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise BadRequest("stream: a stored response is given whole", "stream")
-    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id")["response"])
+    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id").response)
+
+
+async def list_input_items(http: HttpRequest) -> Response:
+    """GET /v1/responses/{id}/input_items: a page of the request's own items, the latest first unless `order=asc`."""
+    given = http.query_params
+    items = msgspec.json.decode(_find(http.app.state.front, http.path_params["id"], "response_id").input)
+    if (order := given.get("order", "desc")) not in ("asc", "desc"):
+        raise BadRequest(f"order: {order[:20]!r} is neither asc nor desc", "order")
+    limit = given.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):
+        raise BadRequest(f"limit: {limit[:20]!r} is not a number from 1 to 100", "limit")
+    items = items if order == "asc" else items[::-1]
+    if (after := given.get("after")) is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise BadRequest("after: no item of this id belongs to the response", "after")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return as_json({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
 
 async def delete(http: HttpRequest) -> Response:
@@ -163,12 +148,12 @@ async def cancel(http: HttpRequest) -> Response:
     """POST /v1/responses/{id}/cancel: ends a background response, in whichever front end it runs."""
     front: Front = http.app.state.front
     id = http.path_params["id"]
-    value = _find(front, id, "response_id")["response"]
+    value = _find(front, id, "response_id").response
     if not value["background"]:
         raise BadRequest("response_id: only a background response can be cancelled", "response_id")
     front.response_store.mark(id.removeprefix("resp_"))
     for _ in range(50):
-        value = _find(front, id, "response_id")["response"]
+        value = _find(front, id, "response_id").response
         if value["status"] != "in_progress":
             break
         await asyncio.sleep(CANCEL_SECONDS / 2)

@@ -7,7 +7,19 @@ from msgspec import Meta
 
 from slipstream.errors import BadRequest
 from slipstream.serve.errors import to_bad_request
-from slipstream.serve.openai.bodies import MAX_STOPS, ChatBody, Count, FunctionName, Penalty, Positive, StopString, TokenId
+from slipstream.serve.ignored import Ignored
+from slipstream.serve.openai.bodies import (
+    MAX_STOPS,
+    ChatBody,
+    Count,
+    FunctionName,
+    Metadata,
+    Penalty,
+    Positive,
+    StopString,
+    TokenId,
+    Verbosity,
+)
 
 # what is called otherwise in the chat body, whose checks name it
 NAMES = {
@@ -25,7 +37,8 @@ _SAME = (
 )  # fmt: skip
 
 
-class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -36,9 +49,14 @@ class ChosenFunction(msgspec.Struct, tag_field="type", tag="function", forbid_un
     name: str
 
 
+class ListedFunction(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
 class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Meta(min_length=1)]
+    tools: Annotated[list[ListedFunction], Meta(min_length=1)]
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +69,7 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -61,9 +79,10 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
+    include_usage: bool | None = None  # chat's; the last event of a response has it always
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(Ignored, kw_only=True):
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=4096)]
     model: str | None = None
     instructions: str | None = None
@@ -81,7 +100,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: ResponsesStreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # nothing is encrypted: reasoning stands in its items
     truncation: Literal["disabled"] | None = None
     # beyond OpenAI's, as in chat
@@ -99,22 +118,27 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # accepted, because nothing here could depend on them
-    user: Any = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    # OpenAI's, not had here: null or absent
+    # OpenAI's features that are not supported
     conversation: None = None
     prompt: None = None
     max_tool_calls: None = None
-    context_management: None = None
+
+
+class InputTokensBody(ResponsesBody, kw_only=True):
+    """POST /v1/responses/input_tokens: a response's body, of which nothing is generated."""
+
+    input: str | Annotated[list[dict[str, Any]], Meta(max_length=4096)] = ""
 
 
 class TextContent(msgspec.Struct, kw_only=True):
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None  # in the place of `text`, as the type says
+
+    def __post_init__(self) -> None:
+        field = "refusal" if self.type == "refusal" else "text"
+        if getattr(self, field) is None:
+            raise ValueError(f"Object missing required field `{field}`")
 
 
 class MessageItem(msgspec.Struct, kw_only=True):
@@ -168,6 +192,18 @@ def conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [m for m in out if m["role"] != "assistant" or m.get("content") or m.get("tool_calls")]
 
 
+def input_items(given: str | list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """The input as OpenAI lists it: each item with an id, its type and, in messages, a list of parts."""
+    out: list[dict[str, Any]] = []
+    for i, own in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
+        item: dict[str, Any] = {"id": f"item_{key}_{i}", "type": "message", "status": "completed", **own}
+        if isinstance(item.get("content"), str):
+            kind = "output_text" if item.get("role") == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        out.append(item)
+    return out
+
+
 def _add(out: list[dict[str, Any]], item: Any) -> None:
     if isinstance(item, MessageItem) and item.role != "assistant":
         out.append({"role": item.role, "content": _text(item.content)})
@@ -189,7 +225,7 @@ def _add(out: list[dict[str, Any]], item: Any) -> None:
 
 
 def _text(content: str | list[TextContent]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+    return content if isinstance(content, str) else "\n".join(part.text or part.refusal or "" for part in content)
 
 
 def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
@@ -210,9 +246,9 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
         raise renamed(to_bad_request(e), NAMES) from None
 
 
-def _choice(choice: str | ChosenFunction | ChosenTools | None) -> Any:
+def _choice(choice: str | ChosenFunction | ListedFunction | ChosenTools | None) -> Any:
     """In chat's form."""
-    if isinstance(choice, ChosenFunction):
+    if isinstance(choice, ChosenFunction | ListedFunction):
         return {"type": "function", "function": {"name": choice.name}}
     if isinstance(choice, ChosenTools):
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_choice(t) for t in choice.tools]}}
@@ -220,7 +256,7 @@ def _choice(choice: str | ChosenFunction | ChosenTools | None) -> Any:
 
 
 def _function(tool: FunctionTool) -> dict[str, Any]:
-    return {k: v for k, v in msgspec.structs.asdict(tool).items() if v is not None}
+    return {k: v for k, v in msgspec.structs.asdict(tool).items() if v is not None and k != "type"}
 
 
 def _format(format: TextFormat) -> dict[str, Any]:

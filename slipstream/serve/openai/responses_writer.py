@@ -1,7 +1,7 @@
 """The shape of /v1/responses: the response object, its output items, and the events of a stream. Pure."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ class Items:
         self.done: list[dict[str, Any]] = []
         self._kind = ""  # of the item that is open
         self._item: dict[str, Any] = {}
+        self._texts: list[str] = []  # of that item
 
     def push(self, part: Part) -> list[Event]:
         kind = "arguments" if part.kind == "call" else part.kind
@@ -56,10 +57,9 @@ class Items:
         return out
 
     def _grow(self, text: str) -> list[Event]:
+        self._texts.append(text)  # joined once: an answer may have a hundred thousand pieces
         if self._kind == "arguments":
-            self._item["arguments"] += text
             return [("response.function_call_arguments.delta", self._place(delta=text))]
-        self._item["content"][0]["text"] += text
         if self._kind == "content":
             return [("response.output_text.delta", self._place(content_index=0, delta=text, logprobs=[]))]
         return [("response.reasoning_text.delta", self._place(content_index=0, delta=text))]
@@ -70,14 +70,16 @@ class Items:
             return []
         item, kind, self._kind = self._item, self._kind, ""
         item["status"] = status
+        text, self._texts = "".join(self._texts), []
         if kind == "arguments":
-            arguments = item["arguments"]
+            item["arguments"] = arguments = text
             item["status"] = "completed" if parses(arguments) else "incomplete"
             ends: list[Event] = [
                 ("response.function_call_arguments.done", self._place(arguments=arguments, name=item["name"])),
             ]
         else:
             part = item["content"][0]
+            part["text"] = text
             name = "response.output_text.done" if kind == "content" else "response.reasoning_text.done"
             extra = {"logprobs": []} if kind == "content" else {}
             ends = [
@@ -107,8 +109,9 @@ def _copy(item: dict[str, Any]) -> dict[str, Any]:
 class ResponsesWriter:
     """One response, whole or streamed. `on_end` is called once with the finished object."""
 
-    def __init__(self, body: ResponsesBody, model: str, id: str, created: int, on_end: Callable[[dict[str, Any]], None]):
-        self.value = _object(body, model, id, created)
+    def __init__(self, value: dict[str, Any], on_end: Callable[[dict[str, Any]], None]):
+        """value: of `response_object`, with its id and time."""
+        self.value = value
         self._items = Items()
         self._answer: Choice | None = None
         self._on_end = on_end
@@ -124,12 +127,10 @@ class ResponsesWriter:
     def beginning(self) -> bytes:
         return self._sse("response.created", response=self.value) + self._sse("response.in_progress", response=self.value)
 
-    def events(self, answer: Choice) -> bytes:
-        out = b""
+    def events(self, answer: Choice) -> Iterator[bytes]:
         for part in answer.take().parts:
             for name, fields in self._items.push(part):
-                out += self._sse(name, **fields)
-        return out
+                yield self._sse(name, **fields)
 
     def closing(self) -> bytes:
         incomplete = self._incomplete()
@@ -143,12 +144,13 @@ class ResponsesWriter:
         self._settle("failed", {"code": code, "message": failure.message})
         return self._sse("response.failed", response=self.value)
 
-    def whole(self) -> bytes:
+    def whole(self) -> Iterator[bytes]:
         assert self._answer is not None
         for part in self._answer.take().parts:
             self._items.push(part)
+            yield b""
         self._items.close(self._status())
-        return encode(self.end())
+        yield encode(self.end())
 
     def end(self) -> dict[str, Any]:
         """The finished object."""
@@ -191,17 +193,17 @@ def _usage(answer: Choice) -> dict[str, Any]:
     }
 
 
-def _object(body: ResponsesBody, model: str, id: str, created: int) -> dict[str, Any]:
-    """The response object before anything is generated, with the parameters as they count."""
+def response_object(body: ResponsesBody, model: str) -> dict[str, Any]:
+    """The response object before anything is generated, with the parameters as they count. Its id and time are not set yet."""
     tools = [{**msgspec.to_builtins(tool), "strict": bool(tool.strict)} for tool in body.tools or ()]
     choice = msgspec.to_builtins(body.tool_choice) if body.tool_choice is not None else "auto"
     format = body.text.format if body.text else None
     shown = {k: v for k, v in msgspec.to_builtins(format).items() if v is not None} if format else {"type": "text"}
     reasoning = body.reasoning
     return {
-        "id": id,
+        "id": "",
         "object": "response",
-        "created_at": created,
+        "created_at": 0,
         "status": "in_progress",
         "background": bool(body.background),
         "error": None,

@@ -3,22 +3,50 @@
 An event that carries nothing but text, which is nearly every one, is three byte strings joined.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from slipstream.serve.errors import Failure
 from slipstream.serve.text.choice import Choice, Piece
-from slipstream.serve.text.logprobs import TokenNames, for_chat, for_completion, for_prompt
+from slipstream.serve.text.logprobs import TokenNames, chat_pieces, completion_pieces, prompt_pieces
 from slipstream.serve.text.params import GenerationParams
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
+HOLE = msgspec.Raw(b"\0")  # stands in a value where pieces go; JSON has no such byte
+
+
 def sse(value: dict) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
+
+
+def filled(value: dict, fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """JSON in pieces, of which each takes a short time only: `value`, with each HOLE filled by one of `fillings`, in order."""
+    head, *tails = encode(value).split(b"\0")
+    yield head
+    for filling, tail in zip(fillings, tails, strict=True):
+        yield from filling
+        yield tail
+
+
+def sse_pieces(value: dict, fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    yield b"data: "
+    yield from filled(value, fillings)
+    yield b"\n\n"
+
+
+def listed(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """A JSON list of items that come in pieces."""
+    yield b"["
+    for i, item in enumerate(items):
+        if i:
+            yield b","
+        yield from item
+    yield b"]"
 
 
 def usage(answers: Sequence[Choice], n: int) -> dict:
@@ -39,17 +67,20 @@ def usage(answers: Sequence[Choice], n: int) -> dict:
 
 
 class Shape(Protocol):
-    """What a route makes of the answers to one HTTP request; `ResponseWriter` says what each part is."""
+    """What a route makes of the answers to one HTTP request; `ResponseWriter` says what each part is.
+
+    What may be long comes in pieces that take a short time each (`exclusive.run_sliced`).
+    """
 
     def beginning(self) -> bytes: ...
 
-    def events(self, answer: Choice) -> bytes: ...
+    def events(self, answer: Choice) -> Iterator[bytes]: ...
 
     def closing(self) -> bytes: ...
 
     def failed(self, failure: Failure) -> bytes: ...
 
-    def whole(self) -> bytes: ...
+    def whole(self) -> Iterator[bytes]: ...
 
 
 class ResponseWriter:
@@ -60,7 +91,7 @@ class ResponseWriter:
 
     def __init__(self, id: str, created: int, model: str, plan: GenerationParams, names: TokenNames, answers: Sequence[Choice]):
         self._head = {"id": id, "object": self.object, "created": created, "model": model}
-        self._chunk = {**self._head, "object": self.chunk_object}
+        self._chunk = {**self._head, "object": self.chunk_object, **({"usage": None} if plan.include_usage else {})}
         self._plan = plan
         self._names = names
         self._answers = answers
@@ -76,50 +107,50 @@ class ResponseWriter:
     def _payload(self, text: str) -> dict:
         raise NotImplementedError
 
-    def _logprobs(self, piece: Piece) -> dict | None:
+    def _logprobs(self, piece: Piece) -> Iterator[bytes]:
         raise NotImplementedError
 
-    def opening(self, answer: Choice) -> bytes:
+    def opening(self, answer: Choice) -> Iterable[bytes]:
         """The event before an answer's first text."""
         raise NotImplementedError
 
-    def _opened(self, answer: Choice) -> bytes:
-        """The opening, when it is due and has not been sent; else b""."""
+    def _opened(self, answer: Choice) -> Iterable[bytes]:
+        """The opening, when it is due and has not been sent."""
         if answer.opened or not (answer.ids or answer.ended):
-            return b""
+            return ()
         answer.opened = True
         return self.opening(answer)
 
-    def events(self, answer: Choice) -> bytes:
-        """What is new of one answer, as events; b"" when nothing would be said."""
-        out = self._opened(answer)
+    def events(self, answer: Choice) -> Iterator[bytes]:
+        """What is new of one answer, as events; nothing where nothing would be said."""
+        yield from self._opened(answer)
         piece = answer.take()
         if answer.finish_reason is not None:
-            return out + self._event(answer, self._payload(piece.text), piece, True)
-        if self._fast:
-            if not piece.text:
-                return out
-            head, tail = self._fast[answer.index]
-            return out + head + encode(piece.text) + tail
-        if piece.text or piece.ids:
-            return out + self._event(answer, self._payload(piece.text), piece, False)
-        return out
+            yield from self._event(answer, self._payload(piece.text), piece, True)
+        elif self._fast:
+            if piece.text:
+                head, tail = self._fast[answer.index]
+                yield head + encode(piece.text) + tail
+        elif piece.text or piece.ids:
+            yield from self._event(answer, self._payload(piece.text), piece, False)
 
-    def _event(self, answer: Choice, payload: dict[str, Any], piece: Piece | None, last: bool) -> bytes:
+    def _event(self, answer: Choice, payload: dict[str, Any], piece: Piece | None, last: bool) -> Iterator[bytes]:
         """One event that says `payload`; `piece` is whose tokens it carries, if any's."""
         choice = {"index": answer.index, **payload, "logprobs": None, "finish_reason": None}
+        fillings = []
         if piece is not None and piece.ids and self._plan.logprobs >= 0:
-            choice["logprobs"] = self._logprobs(piece)
+            choice["logprobs"] = HOLE
+            fillings.append(self._logprobs(piece))
         if last:
             choice["finish_reason"], choice["stop_reason"] = answer.finish_reason, answer.stop_reason
         if self._plan.return_token_ids:
             choice["token_ids"] = piece.ids if piece is not None else []
-        return self._with_usage({**self._chunk, "choices": [choice]})
+        return sse_pieces(self._with_usage({**self._chunk, "choices": [choice]}), fillings)
 
-    def _with_usage(self, event: dict) -> bytes:
+    def _with_usage(self, event: dict) -> dict:
         if self._plan.continuous_usage:
             event["usage"] = usage(self._answers, self._plan.n)
-        return sse(event)
+        return event
 
     def beginning(self) -> bytes:
         """The events of a stream before anything is generated."""
@@ -129,7 +160,7 @@ class ResponseWriter:
         """The last event of a stream that failed."""
         return b"data: " + failure.body() + b"\n\n"
 
-    def whole(self) -> bytes:
+    def whole(self) -> Iterator[bytes]:
         """The answer that is not streamed, once every choice has ended."""
         raise NotImplementedError
 
@@ -139,10 +170,8 @@ class ResponseWriter:
             return sse({**self._chunk, "choices": [], "usage": usage(self._answers, self._plan.n)}) + DONE
         return DONE
 
-    def _prompt_logprobs(self, answer: Choice) -> list | None:
-        if self._plan.prompt_logprobs < 0:
-            return None
-        return for_prompt(self._names, answer.prompt.ids, prompt_rows(answer), self._plan.prompt_logprobs)
+    def _prompt_logprobs(self, answer: Choice) -> Iterator[bytes]:
+        return prompt_pieces(self._names, answer.prompt.ids, prompt_rows(answer), self._plan.prompt_logprobs)
 
 
 def prompt_rows(answer: Choice) -> list:
@@ -158,44 +187,43 @@ class ChatWriter(ResponseWriter):
     def _payload(self, text: str) -> dict:
         return {"delta": {"content": text} if text else {}}
 
-    def _logprobs(self, piece: Piece) -> dict | None:
-        return for_chat(self._names, piece.ids, piece.logprobs, self._plan.logprobs)
+    def _logprobs(self, piece: Piece) -> Iterator[bytes]:
+        return chat_pieces(self._names, piece.ids, piece.logprobs, self._plan.logprobs)
 
-    def opening(self, answer: Choice) -> bytes:
+    def opening(self, answer: Choice) -> Iterable[bytes]:
         choice = {"index": answer.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         event = {**self._chunk, "choices": [choice]}
         if self._plan.return_token_ids:
             event["prompt_token_ids"] = answer.prompt.ids.tolist()
-        return self._with_usage(event)
+        return (sse(self._with_usage(event)),)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
         """What a whole answer said."""
         return {"role": "assistant", "content": piece.text}
 
-    def whole(self) -> bytes:
-        choices = []
-        for a in self._answers:
-            piece = a.take()
-            choice = {
-                "index": a.index,
-                "message": self._message(piece),
-                "logprobs": self._logprobs(piece) if self._plan.logprobs >= 0 else None,
-                "finish_reason": a.finish_reason,
-                "stop_reason": a.stop_reason,
-            }
-            if self._plan.return_token_ids:
-                choice["token_ids"] = piece.ids
-            choices.append(choice)
-        body = {**self._head, "choices": choices, "usage": usage(self._answers, self._plan.n)}
-        return encode({**body, **self._prompt_fields()})
-
-    def _prompt_fields(self) -> dict:
-        out = {}
+    def whole(self) -> Iterator[bytes]:
+        body = {**self._head, "choices": HOLE, "usage": usage(self._answers, self._plan.n)}
+        fillings: list[Iterator[bytes]] = [listed(map(self._choice, self._answers))]
         if self._plan.return_token_ids:
-            out["prompt_token_ids"] = self._answers[0].prompt.ids.tolist()
+            body["prompt_token_ids"] = self._answers[0].prompt.ids.tolist()
         if self._plan.prompt_logprobs >= 0:
-            out["prompt_logprobs"] = self._prompt_logprobs(self._answers[0])
-        return out
+            body["prompt_logprobs"] = HOLE
+            fillings.append(self._prompt_logprobs(self._answers[0]))
+        return filled(body, fillings)
+
+    def _choice(self, a: Choice) -> Iterator[bytes]:
+        piece = a.take()
+        shown = self._plan.logprobs >= 0
+        choice = {
+            "index": a.index,
+            "message": self._message(piece),
+            "logprobs": HOLE if shown else None,
+            "finish_reason": a.finish_reason,
+            "stop_reason": a.stop_reason,
+        }
+        if self._plan.return_token_ids:
+            choice["token_ids"] = piece.ids
+        return filled(choice, [self._logprobs(piece)] if shown else [])
 
 
 class CompletionWriter(ResponseWriter):
@@ -207,8 +235,8 @@ class CompletionWriter(ResponseWriter):
     def _payload(self, text: str) -> dict:
         return {"text": text}
 
-    def _logprobs(self, piece: Piece) -> dict | None:
-        return for_completion(self._names, piece.ids, piece.logprobs, piece.offsets, self._plan.logprobs)
+    def _logprobs(self, piece: Piece) -> Iterator[bytes]:
+        return completion_pieces(self._names, piece.ids, piece.logprobs, piece.offsets, self._plan.logprobs)
 
     def _echoed(self, answer: Choice, piece: Piece) -> Piece:
         """The piece with the prompt before it."""
@@ -220,34 +248,39 @@ class CompletionWriter(ResponseWriter):
         ids, rows = prompt.ids.tolist() + piece.ids, prompt_rows(answer) + piece.logprobs
         return Piece(prompt.text + piece.text, ids, rows, prompt.offsets + piece.offsets)
 
-    def opening(self, answer: Choice) -> bytes:
+    def opening(self, answer: Choice) -> Iterable[bytes]:
         plan = self._plan
         if not plan.echo and not plan.return_token_ids:
-            return b""
+            return ()
+        fillings = []
         piece = self._echoed(answer, Piece("", [], [], []))
         choice = {"index": answer.index, "text": piece.text, "logprobs": None, "finish_reason": None}
         if plan.echo and plan.logprobs >= 0:
-            choice["logprobs"] = self._logprobs(piece)
+            choice["logprobs"] = HOLE
+            fillings.append(self._logprobs(piece))
         if plan.return_token_ids:
             choice["token_ids"] = []
             choice["prompt_token_ids"] = answer.prompt.ids.tolist()
-        return self._with_usage({**self._chunk, "choices": [choice]})
+        return sse_pieces(self._with_usage({**self._chunk, "choices": [choice]}), fillings)
 
-    def whole(self) -> bytes:
-        choices = []
-        for a in self._answers:
-            own = a.take()
-            piece = self._echoed(a, own)
-            choice = {
-                "index": a.index,
-                "text": piece.text,
-                "logprobs": self._logprobs(piece) if self._plan.logprobs >= 0 else None,
-                "finish_reason": a.finish_reason,
-                "stop_reason": a.stop_reason,
-            }
-            if self._plan.return_token_ids:
-                choice["token_ids"], choice["prompt_token_ids"] = own.ids, a.prompt.ids.tolist()
-            if self._plan.prompt_logprobs >= 0:
-                choice["prompt_logprobs"] = self._prompt_logprobs(a)
-            choices.append(choice)
-        return encode({**self._head, "choices": choices, "usage": usage(self._answers, self._plan.n)})
+    def whole(self) -> Iterator[bytes]:
+        body = {**self._head, "choices": HOLE, "usage": usage(self._answers, self._plan.n)}
+        return filled(body, [listed(map(self._choice, self._answers))])
+
+    def _choice(self, a: Choice) -> Iterator[bytes]:
+        own = a.take()
+        piece = self._echoed(a, own)
+        choice = {
+            "index": a.index,
+            "text": piece.text,
+            "logprobs": HOLE if self._plan.logprobs >= 0 else None,
+            "finish_reason": a.finish_reason,
+            "stop_reason": a.stop_reason,
+        }
+        fillings = [self._logprobs(piece)] if self._plan.logprobs >= 0 else []
+        if self._plan.return_token_ids:
+            choice["token_ids"], choice["prompt_token_ids"] = own.ids, a.prompt.ids.tolist()
+        if self._plan.prompt_logprobs >= 0:
+            choice["prompt_logprobs"] = HOLE
+            fillings.append(self._prompt_logprobs(a))
+        return filled(choice, fillings)

@@ -14,6 +14,7 @@ from slipstream.serve.engine.engine import Engine
 from slipstream.serve.errors import Failure
 from slipstream.serve.observe.metrics import Metrics
 from slipstream.serve.text.calls import Part
+from slipstream.serve.text.logprobs import pack
 from slipstream.serve.text.params import GenerationParams
 from slipstream.serve.text.prompts import Prompt
 from slipstream.serve.text.reader import Reader
@@ -26,7 +27,7 @@ class Piece(NamedTuple):
 
     text: str
     ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    logprobs: list[bytes | None]  # `TokenLogprobs` as `logprobs.pack` has them
     offsets: list[int]  # where each token begins in the text, the echoed prompt included
     parts: list[Part] = []  # where the plan has a reading: what the text says, in `text`'s place
 
@@ -66,7 +67,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.failure: Failure | None = None
-        self.prompt_rows: list[TokenLogprobs | None] = []
+        self.prompt_rows: list[bytes | None] = []
         self.opened = False  # whether its first event has been made
         self._engine = engine
         self._metrics = metrics
@@ -76,12 +77,12 @@ class Choice:
         self._reader = Reader(reading, prompt.thinking) if reading is not None else None
         keep = reading.keep if reading is not None else frozenset()
         self._stream = tokenizer.stream(skip_special_tokens=plan.skip_special, continues=True, keep=keep)
-        self._stops = StopStrings(plan.stops, plan.include_stop) if plan.stops else None
+        self._stops = StopStrings(plan.stops, plan.include_stop, plan.stop_names.values()) if plan.stops else None
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._end_token: int | None = None
         self._fresh: list[str] = []  # text not yet taken
         self._parts: list[Part] = []  # the same where there is a reader
-        self._logprobs: list[TokenLogprobs | None] = []
+        self._logprobs: list[bytes | None] = []
         self._offsets: list[int] = []
         self._length = len(prompt.text) if plan.echo else 0  # characters so far, those held back and cut included
         self._taken = 0  # tokens taken
@@ -103,7 +104,7 @@ class Choice:
     def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None:
         if not self.prompt_rows:
             self.prompt_rows = [None] * len(self.prompt.ids)
-        self.prompt_rows[start : start + len(rows)] = rows
+        self.prompt_rows[start : start + len(rows)] = map(pack, rows)
 
     def token(self, token: int, logprobs: TokenLogprobs | None, now: float) -> None:
         metrics, times = self._metrics, self.times
@@ -116,31 +117,44 @@ class Choice:
         times.last = now
         plan = self.plan
         if plan.discard:
+            if logprobs is not None and len(self.prompt.ids) > 1:  # the token is the prompt's last
+                self.prompt_logprobs(len(self.prompt.ids) - 1, [logprobs])
             return
         ids = self.ids
         ids.append(token)
         if plan.logprobs >= 0:
-            self._logprobs.append(logprobs)
+            self._logprobs.append(logprobs and pack(logprobs))
             self._offsets.append(self._length)
         if token in self._stop_ids:
             self._end_token = token
             if token in plan.end_ids or not plan.include_stop:
                 return
-        text = self._stream.push(token)
-        if self._reader is not None:
+        text, armed = self._stream.push(token), len(ids) >= plan.min_tokens
+        if token in plan.stop_names:
+            self._named(plan.stop_names[token], armed)
+        elif self._reader is not None:
             thought = self._reader.thinks
-            self._read(self._reader.push(text), len(ids) >= plan.min_tokens)
+            self._read(self._reader.push(text), armed)
             self.reasoning_tokens += thought or self._reader.thinks
         elif text:
             self._length += len(text)
-            self._text(text, len(ids) >= plan.min_tokens)
+            self._text(text, armed)
 
-    def _text(self, text: str, armed: bool) -> bool:
+    def _named(self, name: str, armed: bool) -> None:
+        """Takes a special token that is not shown, but that a stop string names."""
+        if self._reader is not None and self._reader.thinks:
+            self.reasoning_tokens += 1
+            return
+        self._text(name, armed, hidden=True)
+        if self._reader is not None:
+            self._tell_content()
+
+    def _text(self, text: str, armed: bool, hidden: bool = False) -> bool:
         """Lets text through the stop strings; whether one was found, which ends the answer."""
         if self._stops is None:
             self._fresh.append(text)
             return False
-        text, found = self._stops.push(text, armed)
+        text, found = self._stops.push(text, armed, hidden)
         if text:
             self._fresh.append(text)
         if found is None:

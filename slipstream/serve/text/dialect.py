@@ -24,11 +24,16 @@ class Dialect:
     marks: frozenset[str] = frozenset()  # their texts
     template: str = ""
 
+    @property
+    def grades_effort(self) -> bool:
+        """Whether the template can be told how hard to think, rather than only whether to."""
+        return "reasoning_effort" in self.template
+
     def effort(self, effort: str | None, param: str) -> dict[str, Any]:
         """Variables that tell the template how hard to think. Raises BadRequest naming `param` where it has none."""
         if effort is None:
             return {}
-        if "reasoning_effort" in self.template:
+        if self.grades_effort:
             return {"reasoning_effort": effort}
         if "enable_thinking" in self.template:
             return {"enable_thinking": effort != "none"}
@@ -61,7 +66,16 @@ def detect(tokenizer: Tokenizer, config: ServerConfig) -> Dialect:
     return Dialect(calls, thinking, shows_tools, keep, marks, source)
 
 
-def left_by_prompt(ids: list[int], tokenizer: Tokenizer) -> str:
-    """Whether a prompt's end has opened ("open") or ended ("closed") the reasoning; "" where it did neither."""
-    tail = tokenizer.decode(list(ids[-_TAIL:]), skip_special_tokens=False).rstrip()
-    return "open" if tail.endswith(START) else "closed" if tail.endswith(END) else ""
+def left_by_prompt(ids: list[int], tokenizer: Tokenizer, begun: str = "") -> str:
+    """Whether the reasoning is "open" or "closed" where a prompt ends; "" where it has not begun.
+
+    begun: the part of the answer that the prompt already holds. It counts besides what the template wrote before it.
+    """
+    begun = begun.strip()
+    tail = tokenizer.decode(list(ids[-_TAIL - len(begun.encode()) :]), skip_special_tokens=False)
+    before = tail[: tail.rfind(begun)].rstrip() if begun and begun in tail else tail.rstrip()
+    if END in begun or (not begun and before.endswith(END)):
+        return "closed"
+    if before.endswith(START) or begun.startswith(START):
+        return "open"
+    return "closed" if begun else ""

@@ -1,13 +1,12 @@
 """Whether a client's grammar can be used, decided before any rank sees it and away from the event loop.
 
-Grammars are tried in processes with limits of their own (`grammar_worker.py`), at most two at once, so that one which takes all
+Grammars are tried in processes with limits of their own (`grammar.worker`), at most two at once, so that one which takes all
 of its time does not keep another one waiting. Verdicts are remembered: the same schema comes again and again.
 """
 
 import asyncio
+import hashlib
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, LifoQueue
 
 import msgspec
 
@@ -15,13 +14,13 @@ from slipstream.errors import BadRequest, EngineDown, Overloaded
 from slipstream.grammar.matcher import Bound, Vocabulary
 from slipstream.grammar.worker import Setup
 from slipstream.serve.text.structured import Structure
-from slipstream.system.limited_process import LimitedProcess
+from slipstream.system.limited_process import LimitedProcess, Lost, Overrun, Pool
 from slipstream.tokenize.tokenizer import Tokenizer
 
 SECONDS = 2.0  # of computing, for one grammar
 WORKERS = 2
 MAX_WAITING = 256  # grammars that wait to be tried
-_PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of computing, or to start
+PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of computing, or to start
 _VERDICTS = 1024
 _OPTION = "are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # the library's, not a client's
 _ONE_OF = "whose branches overlap are not supported; say anyOf; where the field has it, strict: false takes oneOf as anyOf"
@@ -34,69 +33,59 @@ class GrammarCheck:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._setup = b""
-        self._threads = ThreadPoolExecutor(WORKERS, "grammars")
-        self._idle: LifoQueue[LimitedProcess] = LifoQueue()
-        self._verdicts: OrderedDict[str, str] = OrderedDict()
-        self._trying: dict[str, asyncio.Future[str]] = {}
+        self._pool = Pool("grammars", WORKERS, self._start)
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by digest: texts are large
+        self._trying: dict[bytes, asyncio.Future[str]] = {}
 
     async def check(self, wanted: Structure) -> None:
-        """Raises BadRequest naming the field of a grammar that cannot be used, Overloaded when too many wait to be tried."""
-        verdict = self._verdicts.get(wanted.text)
+        """Raises BadRequest naming the field of a grammar that cannot be used, Overloaded when too many wait to be tried.
+
+        Raises EngineDown where the process that tried it was stopped from outside, which says nothing of the grammar.
+        """
+        key = hashlib.blake2b(wanted.text.encode(), digest_size=16).digest()
+        verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = await self._try(wanted.text)
+            verdict = await self._try(key, wanted.text)
         if verdict:
             raise BadRequest(f"{wanted.param}: {verdict.replace(_OPTION, _ONE_OF)}", wanted.param)
 
-    async def _try(self, text: str) -> str:
+    async def _try(self, key: bytes, text: str) -> str:
         """One trial for all who ask for the same grammar meanwhile; it goes on if they leave."""
-        trial = self._trying.get(text)
+        trial = self._trying.get(key)
         if trial is None:
             if len(self._trying) >= MAX_WAITING:
                 raise Overloaded("too many grammars are being compiled; try again later")
-            work = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, text)
-            trial = self._trying[text] = asyncio.ensure_future(work)
-            trial.add_done_callback(lambda done: self._note(text, done))
+            trial = self._trying[key] = asyncio.ensure_future(self._ask(text))
+            trial.add_done_callback(lambda done: self._note(key, done))
         return await asyncio.shield(trial)
 
-    def _note(self, text: str, done: "asyncio.Future[str]") -> None:
-        del self._trying[text]
+    def _note(self, key: bytes, done: "asyncio.Future[str]") -> None:
+        del self._trying[key]
         if not done.cancelled() and done.exception() is None:
-            self._verdicts[text] = done.result()
+            self._verdicts[key] = done.result()
             if len(self._verdicts) > _VERDICTS:
                 self._verdicts.popitem(last=False)
 
-    # On one of the threads.
-
-    def _ask(self, text: str) -> str:
-        worker = self._worker()
-        answer = worker.ask(Bound(text).encode())
-        if answer is None:
-            worker.close()
+    async def _ask(self, text: str) -> str:
+        try:
+            return (await self._pool.ask(Bound(text).encode())).decode()
+        except Overrun:
             return TOO_LONG
-        self._idle.put(worker)
-        return answer.decode()
+        except Lost as e:
+            raise EngineDown(f"the process that tries grammars was lost: {e}; try again") from None
 
-    def _worker(self) -> LimitedProcess:
-        """An idle process, or a new one that has read the vocabulary."""
-        while True:
-            try:
-                worker = self._idle.get_nowait()
-            except Empty:
-                break
-            if worker.alive:
-                return worker
-            worker.close()
+    def _start(self) -> LimitedProcess:
+        """A process that has read the vocabulary."""
         if not self._setup:
             v = Vocabulary.of(self._tokenizer, tokenize=False)
             self._setup = msgspec.msgpack.encode(Setup(SECONDS, v.tokens, v.special_ids, v.end_ids))
         # numpy's threads would each reserve address space, of which this process has little
-        worker = LimitedProcess("-m", "slipstream.grammar.worker", patience=_PATIENCE, env={"OPENBLAS_NUM_THREADS": "1"})
-        if worker.ask(self._setup) is None:
-            worker.close()
-            raise EngineDown("the process that compiles grammars did not start")
+        worker = LimitedProcess("-m", "slipstream.grammar.worker", patience=PATIENCE, env={"OPENBLAS_NUM_THREADS": "1"})
+        try:
+            worker.ask(self._setup)
+        except Overrun:
+            raise Lost("it did not start") from None
         return worker
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        while not self._idle.empty():
-            self._idle.get().close()
+        self._pool.close()

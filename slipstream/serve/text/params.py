@@ -1,7 +1,8 @@
 """From a body's fields to sampling parameters and to what the answer must look like. Raises before anything runs."""
 
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from slipstream.errors import BadRequest
 from slipstream.grammar.matcher import Bound
@@ -25,6 +26,7 @@ class GenerationParams:
     max_tokens_param: str = "max_tokens"  # as the client wrote it
     default_max_tokens: int | None = None  # when the client gave none; cut to the context
     stops: tuple[str, ...] = ()
+    stop_names: dict[int, str] = field(default_factory=dict)  # special tokens that are not shown, but that a stop string names
     include_stop: bool = False
     min_tokens: int = 0
     ignore_end: bool = False  # the model's end tokens do not end the answer
@@ -37,7 +39,7 @@ class GenerationParams:
     logprobs: int = -1  # alternatives shown per token, -1: no log probabilities
     prompt_logprobs: int = -1  # in vLLM's form
     echo: bool = False
-    discard: bool = False  # max_tokens 0: one token is generated and not shown
+    discard: bool = False  # max_tokens 0: what the engine generates is not shown
     priority: int = 0
     salt: bytes = b""
     structure: Structure | None = None  # what binds the answer
@@ -86,18 +88,22 @@ def make_plan(
         raise BadRequest(f"min_tokens: must be at most max_tokens, {limit}", "min_tokens")
     options = body.stream_options
     end_ids = frozenset(tokenizer.eos_ids)
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    skip_special = body.skip_special_tokens is not False
+    hidden = tokenizer.special_ids - (reading.keep if reading else frozenset()) if stops and skip_special else ()
     return GenerationParams(
         sampling=_sampling(body, tokenizer, end_ids, logprobs, echo, structure is not None),
         n=body.n or 1,
         max_tokens=max_tokens,
         max_tokens_param=param,
         default_max_tokens=default,
-        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stops=stops,
+        stop_names=_stop_names(stops, hidden, tokenizer),
         include_stop=bool(body.include_stop_str_in_output),
         min_tokens=min_tokens,
         ignore_end=bool(body.ignore_eos),
         end_ids=end_ids,
-        skip_special=body.skip_special_tokens is not False,
+        skip_special=skip_special,
         stream=stream,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
@@ -111,6 +117,11 @@ def make_plan(
         structure=structure,
         reading=reading,
     )
+
+
+def _stop_names(stops: tuple[str, ...], hidden: Iterable[int], tokenizer: Tokenizer) -> dict[int, str]:
+    names = {id: tokenizer.token_text(id) for id in hidden}
+    return {id: name for id, name in names.items() if name and any(name in stop for stop in stops)}
 
 
 def _chat_logprobs(body: ChatBody) -> int:

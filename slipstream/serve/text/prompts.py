@@ -49,13 +49,11 @@ async def prepare(size: int | None, work: Callable[[], T], only_ids: bool = Fals
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
-def size_of(body: CompletionBody | ChatBody | TokenizeBody) -> int:
+def size_of(body: CompletionBody | TokenizeBody) -> int:
     """Characters or tokens to work through, roughly."""
     size = sum(map(len, getattr(body, "bad_words", None) or ()))
-    for m in getattr(body, "messages", None) or ():
-        size += len(m.content) if isinstance(m.content, str) else sum(len(p.text) for p in m.content or ())
-        size += sum(len(call.function.arguments) for call in m.tool_calls or ())
-    prompt = getattr(body, "prompt", None) or ""
+    size += 4 * len(getattr(body, "logit_bias", None) or ())
+    prompt = body.prompt or ""
     if len(prompt) > INLINE_CHARS:  # a text, or very many ids: not to be counted one by one here
         return size + len(prompt)
     return size + (len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(p, int) else len(p) for p in prompt))
@@ -116,11 +114,11 @@ def _fit(
     param, room = name.partition("[")[0], limits.max_len - len(ids)
     if not ids:
         raise BadRequest(f"{name}: must hold at least one token", param)
-    if room < 1:
+    if room < (0 if plan.discard else 1):
         raise BadRequest(f"{name}: {len(ids)} tokens; the model takes {limits.max_len} with the answer's", param)
     if plan.max_tokens is not None:
         max_tokens = max(1, plan.max_tokens)
-        if max_tokens > room:
+        if plan.max_tokens > room:
             what = (
                 f"{plan.max_tokens_param}: {max_tokens} and the prompt's {len(ids)} tokens exceed the model's {limits.max_len}"
             )
@@ -158,9 +156,8 @@ def chat_prompt(
 ) -> Prompt:
     """Raises BadRequest for a conversation that the template refuses or that does not fit."""
     ids = templated(body, tokenizer, limits, tools, dialect)
-    thinking = left_by_prompt(ids, tokenizer) if dialect.thinking != "none" else ""
-    if body.continue_final_message:
-        thinking = thinking or "closed"
+    begun = _plain(0, body.messages[-1])["content"] if body.continue_final_message else ""
+    thinking = left_by_prompt(ids, tokenizer, begun) if dialect.thinking != "none" else ""
     return replace(_fit(ids, plan, limits, "messages", None, tokenizer), thinking=thinking)
 
 
@@ -178,8 +175,6 @@ def templated(
         raise BadRequest("continue_final_message: not together with add_generation_prompt", "continue_final_message")
     if going_on and messages[-1].role != "assistant":
         raise BadRequest("continue_final_message: the last message must be the assistant's", "continue_final_message")
-    if limits is not None and size_of(body) > limits.max_len * LONGEST_TOKEN:
-        raise BadRequest(f"messages: longer than the model's {limits.max_len} tokens", "messages")
     extra = body.chat_template_kwargs or {}
     for key in extra:
         if key in RESERVED or not key.isidentifier():
@@ -190,7 +185,14 @@ def templated(
     plain = [_plain(i, m) for i, m in enumerate(messages)]
     if not dialect.template_tools:
         plain, tools = in_plain_text(plain, tools), None
-    return tokenizer.apply_chat(plain, add_generation_prompt=generation, continue_final_message=going_on, tools=tools, **extra)
+    return tokenizer.apply_chat(
+        plain,
+        max_chars=limits and limits.max_len * LONGEST_TOKEN,
+        add_generation_prompt=generation,
+        continue_final_message=going_on,
+        tools=tools,
+        **extra,
+    )
 
 
 def _plain(index: int, message: Message) -> dict:
@@ -198,7 +200,8 @@ def _plain(index: int, message: Message) -> dict:
     content = message.content
     if content is None:
         if message.role != "assistant":
-            raise BadRequest("content: must be a text or a list of text parts", f"messages[{index}].content")
+            where = f"messages[{index}].content"
+            raise BadRequest(f"{where}: must be a text or a list of text parts", where)
         content = ""
     elif not isinstance(content, str):
         content = "\n".join(part.text for part in content)

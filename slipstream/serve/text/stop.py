@@ -5,6 +5,8 @@ was cut into tokens, and what is held back is exactly the longest end of the tex
 """
 
 import functools
+import itertools
+from collections.abc import Collection
 
 
 @functools.lru_cache(1024)
@@ -49,30 +51,56 @@ class StopStrings:
 
     The stop that ends first wins; of those that end at the same character, the longest. With `include` the stop string goes
     out too, and nothing after it.
+
+    Some text is hidden: names of special tokens, which never go out. A stop string that contains such a name is looked for in
+    the text with the names, every other one in the text as the client sees it.
     """
 
-    def __init__(self, stops: tuple[str, ...], include: bool = False):
+    def __init__(self, stops: tuple[str, ...], include: bool = False, names: Collection[str] = ()):
+        """names: what may come as hidden text."""
         self._automata = [_Automaton(s) for s in stops]
+        self._sighted = [any(name in s for name in names) for s in stops]  # whether it sees hidden text
         self._include = include
         self._held = ""
+        self._shown = bytearray()  # for each character of `_held`, whether it may go out
 
-    def push(self, delta: str, armed: bool = True) -> tuple[str, str | None]:
+    def push(self, delta: str, armed: bool = True, hidden: bool = False) -> tuple[str, str | None]:
         """(text that may go out, the stop string found or None). Unarmed, complete stop strings are ordinary text."""
         for i, char in enumerate(delta):
-            found = ""
-            for a in self._automata:
-                if a.step(char) and armed and len(a.word) > len(found):
-                    found = a.word
+            found, sighted = "", False
+            for a, sees in zip(self._automata, self._sighted, strict=True):
+                if (sees or not hidden) and a.step(char) and armed and len(a.word) > len(found):
+                    found, sighted = a.word, sees
             if found:
-                text = self._held + delta[: i + 1]
-                self._held = ""
-                return (text if self._include else text[: len(text) - len(found)]), found
-        text = self._held + delta
-        keep = max(a.pending for a in self._automata)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+                self._hold(delta[: i + 1], hidden)
+                text = self._release(len(self._held) - self._back(len(found), sighted))
+                self._held, self._shown = "", bytearray()
+                return (text + found if self._include else text), found
+        self._hold(delta, hidden)
+        pending = zip(self._automata, self._sighted, strict=True)
+        return self._release(len(self._held) - max(self._back(a.pending, sees) for a, sees in pending)), None
 
     def flush(self) -> str:
         """What was held back, once no more text can come."""
-        text, self._held = self._held, ""
-        return text
+        return self._release(len(self._held))
+
+    def _hold(self, text: str, hidden: bool) -> None:
+        self._held += text
+        self._shown += (b"\0" if hidden else b"\1") * len(text)
+
+    def _back(self, count: int, sees_hidden: bool) -> int:
+        """How far from the end of what is held the last `count` characters begin that a stop string sees."""
+        if sees_hidden or 0 not in self._shown:
+            return count
+        at = len(self._shown)
+        while count:
+            at -= 1
+            count -= self._shown[at]
+        return len(self._shown) - at
+
+    def _release(self, count: int) -> str:
+        """Takes so many characters out of what is held and returns those that may go out."""
+        text, shown = self._held[:count], self._shown[:count]
+        self._held = self._held[count:]
+        del self._shown[:count]
+        return text if 0 not in shown else "".join(itertools.compress(text, shown))
