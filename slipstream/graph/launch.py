@@ -20,7 +20,7 @@ from slipstream.process.server import Others, serve
 from slipstream.transport.arena import Arena
 from slipstream.weights.pull import resolve_model
 
-NEEDED = ("python_multipart", "websockets", "soundfile")  # of the audio routes; components say themselves what they need
+NEEDED = ("python_multipart", "websockets", "av")  # of the audio routes; components say themselves what they need
 SEGMENT_BYTES = 64 << 20  # of the arena, per process; its pages come when touched
 
 

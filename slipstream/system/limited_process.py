@@ -54,6 +54,11 @@ class LimitedProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
     def ask(self, request: bytes) -> bytes | None:
         """The answer, or None where the process ended or did not answer in time; it must then be closed."""
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -28,6 +28,7 @@ from slipstream.serve.audio.audio_text import render
 from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
+from slipstream.serve.openai.generate import EVENT_HEADERS, STREAM_HEADERS
 from slipstream.serve.request_body import READ_SECONDS, read
 
 HEARD_RATE = 16_000
@@ -224,10 +225,9 @@ class Events(Response):
         self.call, self.events, self.done = call, events, done
 
     async def __call__(self, scope, receive, send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         call = self.call
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             async for event in self.events:
                 await call.write(send, b"data: " + json.dumps(event).encode() + b"\n\n", True)
             if not call.gone:
@@ -257,7 +257,8 @@ class Sound(Response):
         call = self.call
         try:
             first = await anext(call.run, None)
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self.kind.encode())]})
+            headers = [(b"content-type", self.kind.encode()), *STREAM_HEADERS]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             if self.format == "wav":
                 await call.write(send, audio_file.wav_header(RATE, None), True)
             while first is not None:

@@ -24,14 +24,13 @@ from slipstream.serve.openai.generate import answer_chat
 from slipstream.serve.request_body import read
 from slipstream.serve.text.params import make_plan
 
-FORMATS = ("wav", "mp3", "flac", "opus", "pcm16")
 MAX_AUDIO_PARTS = 8
 _EXPIRES = 3600
 
 
 class InputAudio(msgspec.Struct, forbid_unknown_fields=True):
     data: str
-    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "webm", "m4a"]
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", forbid_unknown_fields=True):

@@ -23,11 +23,8 @@ from slipstream.serve.text.logprobs import TokenNames
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, completion_prompts, prepare, size_of
 
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # of whatever is sent as it is made
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS]
 
 
 async def chat_completions(http: HttpRequest) -> Response:
@@ -137,7 +134,7 @@ class Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, form = self._generation, self._form
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+            await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             if beginning := form.beginning():
                 await generation.write(send, beginning, True)
             while news := await generation.changed():
