@@ -19,7 +19,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.components.speech import MAX_SPEED, MIN_SPEED, RATE, VOICES
+from slipstream.components.speech import ALIASES, MAX_SPEED, MIN_SPEED, RATE, VOICES, check_sayable
 from slipstream.errors import BadRequest
 from slipstream.graph.conductor import RequestFailed
 from slipstream.serve.audio import audio_file
@@ -167,15 +167,23 @@ class SpeechBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     instructions: str | None = None
 
 
-def check_voice(voice: str | dict[str, str], param: str = "voice") -> None:
-    name = voice.get("id", "") if isinstance(voice, dict) else voice
-    if name not in VOICES:
-        raise BadRequest(f"voice: {name[:50]!r} is not one of {', '.join(VOICES)}", param)
+def check_voice(voice: Any, param: str = "voice") -> str:
+    """The name, of a voice as JSON has it: a name, or an object with an id."""
+    name = voice.get("id") if isinstance(voice, dict) else voice
+    if name not in (*VOICES, *ALIASES):
+        names = f"{', '.join(VOICES)}, or OpenAI's names for it: {', '.join(ALIASES)}"
+        raise BadRequest(f"{param}: {str(name)[:50]!r} is not one of {names}", param)
+    return name
 
 
-def check_speed(speed: float) -> None:
+def check_speed(speed: float, param: str = "speed") -> None:
     if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise BadRequest(f"speed: this voice speaks at {MIN_SPEED} to {MAX_SPEED} times its pace", "speed")
+        raise BadRequest(f"{param}: this voice speaks at {MIN_SPEED} to {MAX_SPEED} times its pace", param)
+
+
+async def voices(http: Request) -> Response:
+    """GET /v1/audio/voices."""
+    return Response(msgspec.json.encode({"voices": [*VOICES, *ALIASES]}), media_type="application/json")
 
 
 async def speech(http: Request) -> Response:
@@ -185,6 +193,7 @@ async def speech(http: Request) -> Response:
     front.check_model(body.model)
     check_voice(body.voice)
     check_speed(body.speed)
+    check_sayable(body.input, "input")
     if body.instructions:
         raise BadRequest("instructions: this voice takes none", "instructions")
     if why := audio_file.unavailable(body.response_format):

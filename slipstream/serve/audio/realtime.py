@@ -15,10 +15,10 @@ import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from slipstream.components.speech import RATE
-from slipstream.errors import BadRequest, SlipstreamError
-from slipstream.serve.audio.audio import HEARD_RATE, failure_of
+from slipstream.errors import BadRequest
+from slipstream.serve.audio.audio import HEARD_RATE
 from slipstream.serve.audio.audio_file import Resampler
-from slipstream.serve.audio.realtime_answer import Answering
+from slipstream.serve.audio.realtime_answer import Answering, Gone, logged
 from slipstream.serve.audio.realtime_session import Conversation, Settings
 from slipstream.serve.audio.vad import Detector
 from slipstream.serve.engine.composite import Call, Composite
@@ -28,10 +28,6 @@ SEND_SECONDS = 20.0  # that one event may wait for a client to read
 MAX_SESSIONS = 32
 MAX_TURN_SECONDS = 60
 MIN_TURN_SECONDS = 0.1
-
-
-class Gone(Exception):
-    """The client does not read, or is gone."""
 
 
 async def realtime(ws: WebSocket) -> None:
@@ -83,8 +79,10 @@ class Session:
             try:
                 event = _event(message.get("text"))
                 await self._on(event)
-            except SlipstreamError as e:
-                failure = failure_of(e)
+            except Gone:
+                raise
+            except Exception as e:
+                failure = logged(e)
                 await self.error(failure.message, failure.param, event.get("event_id"), failure.code)
 
     async def send(self, type: str, **fields: Any) -> None:
@@ -200,10 +198,10 @@ class Session:
     async def _words(self, hearing: "Hearing", item) -> str:
         try:
             text = await hearing.words()
-        except SlipstreamError as e:
+        except Exception as e:
             await self.send(
                 "conversation.item.input_audio_transcription.failed",
-                item_id=item.id, content_index=0, error={"type": "server_error", "message": str(e)},
+                item_id=item.id, content_index=0, error={"type": "server_error", "message": logged(e).message},
             )  # fmt: skip
             text = ""
         item.text = text

@@ -1,17 +1,32 @@
 """One answer of a realtime session: a `chat` request of its own, told to the client as it goes."""
 
 import base64
+import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
 from slipstream.components.speech import RATE
-from slipstream.errors import SlipstreamError
 from slipstream.serve.audio.audio import failure_of
 from slipstream.serve.audio.audio_file import pcm16
 from slipstream.serve.audio.realtime_session import Settings
+from slipstream.serve.errors import Failure
 
 if TYPE_CHECKING:
     from slipstream.serve.audio.realtime import Session
+
+log = logging.getLogger("slipstream.http")
+
+
+class Gone(Exception):
+    """The client does not read, or is gone."""
+
+
+def logged(error: Exception) -> Failure:
+    """What a client is told; what nobody foresaw goes to the log with its traceback."""
+    failure = failure_of(error)
+    if failure.code == "internal_error":
+        log.error("realtime: fault in the front end", exc_info=error)
+    return failure
 
 
 class Answering:
@@ -51,8 +66,10 @@ class Answering:
                 length = self.finish["reason"] == "length"
                 details = {"type": "incomplete", "reason": "max_output_tokens"} if length else None
                 await self._end("incomplete" if length else "completed", details)
-        except SlipstreamError as e:
-            failure = failure_of(e)
+        except Gone:
+            raise
+        except Exception as e:
+            failure = logged(e)
             error = {"type": "server_error", "code": str(failure.code or failure.status), "message": failure.message}
             if not self.cancelled:
                 await self._end("failed", {"type": "failed", "error": error})

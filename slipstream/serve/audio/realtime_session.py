@@ -111,11 +111,11 @@ class Settings:
         new = self
         _only(says, "format voice speed", param)
         if says.get("voice") is not None:
-            check_voice(says["voice"], param + ".voice")
+            new = dataclasses.replace(new, voice=check_voice(says["voice"], param + ".voice"))
         if (speed := says.get("speed")) is not None:
             if not isinstance(speed, int | float):
                 raise BadRequest(f"{param}.speed: expected a number", param + ".speed")
-            check_speed(speed)
+            check_speed(speed, param + ".speed")
             new = dataclasses.replace(new, speed=float(speed))
         return new
 

@@ -1,9 +1,12 @@
 """A realtime session without a server: its settings, its conversation, and a client that stops reading."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.config import ServerConfig
 from slipstream.errors import BadRequest
@@ -49,8 +52,10 @@ def test_settings_are_taken_and_told_back():
         ({"instructions": 5}, "session.instructions"),
         ({"output_modalities": ["text", "audio"]}, "session.output_modalities"),
         ({"max_output_tokens": 0}, "session.max_output_tokens"),
-        ({"audio": {"output": {"voice": "alloy"}}}, "session.audio.output.voice"),
-        ({"audio": {"output": {"speed": 9}}}, "speed"),
+        ({"audio": {"output": {"voice": "adam"}}}, "session.audio.output.voice"),
+        ({"audio": {"output": {"voice": 5}}}, "session.audio.output.voice"),
+        ({"audio": {"output": {"voice": {"id": 5}}}}, "session.audio.output.voice"),
+        ({"audio": {"output": {"speed": 9}}}, "session.audio.output.speed"),
         ({"audio": {"input": {"format": {"type": "audio/pcm", "rate": 8000}}}}, "session.audio.input.format"),
         ({"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}}, "session.audio.input.turn_detection.type"),
         ({"audio": {"input": {"turn_detection": {"threshold": 7}}}}, "session.audio.input.turn_detection.threshold"),
@@ -86,6 +91,68 @@ def test_a_conversation_is_bounded_and_truncated_answers_are_forgotten():
     assert talk.messages("Be brief.")[0]["role"] == "system" and talk.messages("")[-1]["content"] == "012"
     talk.delete(answer.id)
     assert talk.messages("")[-1]["content"] == f"m{MAX_ITEMS + 9}"
+
+
+FIELDS = (
+    *("type", "model", "instructions", "output_modalities", "max_output_tokens", "audio", "input", "output", "format", "rate"),
+    *("transcription", "turn_detection", "threshold", "voice", "speed", "id", "tools", "truncation", "item", "role", "content"),
+    *("text", "conversation", "metadata", "name"),
+)
+WORDS = st.sampled_from(["realtime", "server_vad", "message", "user", ""])
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["realtime", "server_vad", "message", "user", ""]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+def test_whatever_a_client_sends_is_taken_or_refused_as_its_own_mistake(value):
+    for take in (Settings().updated, Settings().for_response, Conversation().create):
+        message = {"type": "message", "role": "user", "content": [value]}
+        for body in (value, {"audio": {"output": value, "input": value}}, message):
+            try:
+                take(body)
+            except BadRequest:
+                pass
+
+
+class Client:
+    """A WebSocket whose client sends these events and then goes."""
+
+    def __init__(self, *events):
+        self.events, self.seen = list(events), []
+
+    async def receive(self):
+        if not self.events:
+            return {"type": "websocket.disconnect"}
+        return {"type": "websocket.receive", "text": json.dumps(self.events.pop(0))}
+
+    async def send_text(self, data):
+        self.seen.append(json.loads(data))
+
+
+def converse(*events, **settings):
+    """What a session answers, after session.created."""
+    client = Client(*events)
+    session = Session(client, SimpleNamespace(model="voice", **settings), None)  # type: ignore[arg-type]
+    with pytest.raises(Gone):
+        asyncio.run(session.run())
+    return client.seen[1:]
+
+
+def test_a_fault_of_the_server_s_own_is_an_error_event_and_the_session_goes_on(monkeypatch):
+    async def fault(self, event):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Session, "_on_response_cancel", fault)
+    seen = converse({"type": "response.cancel", "event_id": "mine"}, {"type": "session.update", "session": {}})
+    assert [e["type"] for e in seen] == ["error", "session.updated"]
+    assert seen[0]["error"]["type"] == "server_error" and seen[0]["error"]["event_id"] == "mine"
 
 
 def test_a_client_that_stops_reading_ends_its_session(monkeypatch):
