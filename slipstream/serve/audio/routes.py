@@ -2,10 +2,10 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import Route, WebSocketRoute
 
 from slipstream.graph.conductor import RequestFailed
-from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations
+from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations, voices
 from slipstream.serve.audio.chat import VoiceChatBody, chat
 from slipstream.serve.audio.realtime import realtime
 from slipstream.serve.errors import Failed
@@ -16,16 +16,20 @@ def documented() -> dict[str, tuple[type, str]]:
     return {"/v1/chat/completions": (VoiceChatBody, "Answer a conversation"), "/v1/audio/speech": (SpeechBody, "Speak a text")}
 
 
-def routes() -> list[BaseRoute]:
-    """Route list for `app.build`; they stand before the plain ones."""
+def routes() -> list[Route | WebSocketRoute]:
+    """Route list for `app.build`; a plain route of the same path gives way."""
+    gets = {"/v1/audio/voices": voices}
     posts = {
         "/v1/chat/completions": chat,
         "/v1/audio/transcriptions": transcriptions,
         "/v1/audio/translations": translations,
         "/v1/audio/speech": speech,
     }
-    spoken: list[BaseRoute] = [Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()]
-    return [*spoken, WebSocketRoute("/v1/realtime", realtime)]
+    return [
+        *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+        *(Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()),
+        WebSocketRoute("/v1/realtime", realtime),
+    ]
 
 
 def _named(handler):
