@@ -56,7 +56,7 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
         engine = dataclasses.replace(engine, device=place.device)
     if place.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(place.threads))  # the ranks inherit it; workers set their own
-    server = dataclasses.replace(server, served_model_name=server.served_model_name or placement.name)
+    server = dataclasses.replace(server, served_model_name=server.served_model_name or [placement.name])
     path = str(resolve_model(engine.model))
     others = worker_groups(placement, model, settings, engine)
     return serve(engine, server, path, others)

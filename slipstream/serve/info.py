@@ -28,19 +28,20 @@ def as_json(value, status: int = 200, **headers: str) -> Response:
 
 async def models(http: HttpRequest) -> Response:
     """GET /v1/models."""
-    return as_json({"object": "list", "data": [_card(http.app.state.front)]})
+    front: Front = http.app.state.front
+    return as_json({"object": "list", "data": [_card(front, name) for name in front.models]})
 
 
 async def model(http: HttpRequest) -> Response:
     """GET /v1/models/{id}."""
     front: Front = http.app.state.front
     front.check_model(http.path_params["id"])
-    return as_json(_card(front))
+    return as_json(_card(front, http.path_params["id"]))
 
 
-def _card(front: Front) -> dict:
+def _card(front: Front, name: str) -> dict:
     limits = front.engine.limits
-    card = {"id": front.model, "object": "model", "created": front.created, "owned_by": "slipstream"}
+    card = {"id": name, "object": "model", "created": front.created, "owned_by": "slipstream"}
     card |= {"root": front.engine_config.model, "max_model_len": limits.max_len if limits else None}
     return {**card, "vocab_size": front.tokenizer.vocab_size if front.tokenizer else None}
 
