@@ -187,7 +187,7 @@ async def voices(http: Request) -> Response:
 
 
 async def speech(http: Request) -> Response:
-    """POST /v1/audio/speech. Whole by default; `stream_format` or `stream` sends wav and pcm as they are made."""
+    """POST /v1/audio/speech. Whole by default; `stream_format` or `stream` sends it as it is made."""
     front, composite = http.app.state.front, composite_of(http)
     body = await read(http, SpeechBody)
     front.check_model(body.model)
@@ -198,32 +198,55 @@ async def speech(http: Request) -> Response:
         raise BadRequest("instructions: this voice takes none", "instructions")
     if why := audio_file.unavailable(body.response_format):
         raise BadRequest(f"response_format: {why}", "response_format")
-    streamed = bool(body.stream) or body.stream_format is not None
-    if streamed and body.response_format not in ("wav", "pcm"):
-        raise BadRequest("response_format: only wav and pcm can be streamed", "response_format")
+    tokens = await in_thread(front.ready_tokenizer().encode, body.input, False)
     call = composite.open("speak", ("audio",), ("text",), {"speed": body.speed})
     call.watch(http.receive, http.scope.get("slipstream.cut"))
     call.feed("text", body.input)
+    pieces = _sound(call)
+    try:
+        first = await anext(pieces)  # what goes wrong before it is an HTTP error
+    except BaseException:
+        call.close()
+        raise
     if body.stream_format == "sse":
-        return Events(call, _speech_events(call, body.response_format))
+        return Events(call, _speech_events(first, pieces, body.response_format, len(tokens)))
     kind = audio_file.FORMATS[body.response_format][0]
-    if streamed:
-        return Sound(call, body.response_format, kind)
+    if body.stream or body.stream_format:
+        return Sound(call, first, pieces, body.response_format, kind)
     async with call:
-        parts = [output.value async for output in call.run if output.value is not None]
+        samples = np.concatenate([first, *[piece async for piece in pieces]])
     if call.gone:
         return Response(status_code=499)
-    samples = np.concatenate(parts) if parts else np.zeros(RATE // 4, np.int16)
     return Response(await in_thread(audio_file.encode, samples, RATE, body.response_format), media_type=kind)
 
 
-async def _speech_events(call: Call, format: str) -> AsyncIterator[dict]:
-    if format == "wav":
-        yield {"type": "speech.audio.delta", "audio": base64.b64encode(audio_file.wav_header(RATE, None)).decode()}
+async def _sound(call: Call) -> AsyncIterator[np.ndarray]:
+    """A call's samples. Raises BadRequest where there are none."""
+    some = False
     async for output in call.run:
         if output.value is not None:
-            yield {"type": "speech.audio.delta", "audio": base64.b64encode(audio_file.pcm16(output.value)).decode()}
-    yield {"type": "speech.audio.done"}
+            some = True
+            yield output.value
+    if not some:
+        raise BadRequest("input: there is no word in it that this voice can say", "input")
+
+
+async def _speech_events(first: np.ndarray, rest: AsyncIterator[np.ndarray], format: str, heard: int) -> AsyncIterator[dict]:
+    """`heard`: tokens of the text. Sound counts 20 tokens a second, as OpenAI counts what it says itself."""
+    encoder, samples = audio_file.Encoder(RATE, format), len(first)
+    yield _delta(await in_thread(encoder.feed, first))
+    async for piece in rest:
+        samples += len(piece)
+        yield _delta(await in_thread(encoder.feed, piece))
+    if data := await in_thread(encoder.end):
+        yield _delta(data)
+    said = -(-samples * 20 // RATE)
+    usage = {"input_tokens": heard, "output_tokens": said, "total_tokens": heard + said}
+    yield {"type": "speech.audio.done", "usage": usage}
+
+
+def _delta(data: bytes) -> dict:
+    return {"type": "speech.audio.delta", "audio": base64.b64encode(data).decode()}
 
 
 class Events(Response):
@@ -258,23 +281,19 @@ def failure_of(error: Exception) -> Failure:
 class Sound(Response):
     """Audio as it is made. A failure cuts the connection, so that no client takes a part for the whole."""
 
-    def __init__(self, call: Call, format: str, kind: str):
+    def __init__(self, call: Call, first: np.ndarray, rest: AsyncIterator[np.ndarray], format: str, kind: str):
         super().__init__()
-        self.call, self.format, self.kind = call, format, kind
+        self.call, self.first, self.rest, self.format, self.kind = call, first, rest, format, kind
 
     async def __call__(self, scope, receive, send) -> None:
-        call = self.call
+        call, encoder = self.call, audio_file.Encoder(RATE, self.format)
         try:
-            first = await anext(call.run, None)
             headers = [(b"content-type", self.kind.encode()), *STREAM_HEADERS]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            if self.format == "wav":
-                await call.write(send, audio_file.wav_header(RATE, None), True)
-            while first is not None:
-                if first.value is not None:
-                    await call.write(send, audio_file.pcm16(first.value), True)
-                first = await anext(call.run, None)
+            await call.write(send, await in_thread(encoder.feed, self.first), True)
+            async for piece in self.rest:
+                await call.write(send, await in_thread(encoder.feed, piece), True)
             if not call.gone:
-                await call.write(send, b"", False)
+                await call.write(send, await in_thread(encoder.end), False)
         finally:
             call.close()

@@ -107,20 +107,59 @@ def wav_header(rate: int, data_bytes: int | None) -> bytes:
     return b"RIFF" + word(riff) + b"WAVEfmt " + form + b"data" + word(size)
 
 
-def encode(x: np.ndarray, rate: int, format: str) -> bytes:
-    """Samples to a whole file of a `FORMATS` format; a wav's header has its true length."""
-    if format in ("wav", "pcm"):
-        data = pcm16(x)
-        return data if format == "pcm" else wav_header(rate, len(data)) + data
-    import av
+class Encoder:
+    """Samples of one channel, piece by piece, to one file of a `FORMATS` format. Given as it is made, it never goes back to a
+    header, in which the length is then unknown; `whole`: what else to write to, for a file with its length in it."""
 
-    _, container, codec = FORMATS[format]
+    def __init__(self, rate: int, format: str, whole: io.BytesIO | None = None):
+        self._rate, self._format = rate, format
+        self._out = bytearray(wav_header(rate, None) if format == "wav" else b"")
+        _, container, codec = FORMATS[format]
+        self._file = None
+        if codec:
+            import av
+
+            options = {"write_xing": "0"} if format == "mp3" and whole is None else {}
+            self._file = av.open(whole or self, "w", format=container, container_options=options)
+            self._stream = self._file.add_stream(codec, rate=rate, layout="mono")
+
+    def write(self, data: bytes) -> int:
+        """What the container writes to."""
+        self._out += data
+        return len(data)
+
+    def feed(self, x: np.ndarray) -> bytes:
+        """The bytes that are ready after these samples; may be none."""
+        if self._file is None:
+            self._out += pcm16(x)
+        elif len(x):
+            import av
+
+            frame = av.AudioFrame.from_ndarray(np.frombuffer(pcm16(x), "<i2")[None], format="s16", layout="mono")
+            frame.sample_rate = self._rate
+            self._file.mux(self._stream.encode(frame))
+        return self._take()
+
+    def end(self) -> bytes:
+        """The rest of the file."""
+        if self._file is not None:
+            self._file.mux(self._stream.encode(None))
+            self._file.close()
+        return self._take()
+
+    def _take(self) -> bytes:
+        out, self._out = bytes(self._out), bytearray()
+        return out
+
+
+def encode(x: np.ndarray, rate: int, format: str) -> bytes:
+    """Samples to a whole file with its true length in it."""
+    if format in ("wav", "pcm"):
+        return (wav_header(rate, 2 * len(x)) if format == "wav" else b"") + pcm16(x)
     out = io.BytesIO()
-    with av.open(out, "w", format=container) as file:
-        stream = file.add_stream(codec, rate=rate, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.frombuffer(pcm16(x), "<i2")[None], format="s16", layout="mono")
-        frame.sample_rate = rate
-        file.mux([*stream.encode(frame), *stream.encode(None)])
+    encoder = Encoder(rate, format, out)
+    encoder.feed(x)
+    encoder.end()
     return out.getvalue()
 
 

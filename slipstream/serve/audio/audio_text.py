@@ -23,9 +23,9 @@ def render(format: str, text: str, segments: list[dict], seconds: float, languag
     if format == "vtt":
         parts = [f"{_clock(s['start'], '.')} --> {_clock(s['end'], '.')}\n{s['text'].strip()}\n" for s in segments]
         return "text/vtt; charset=utf-8", "\n".join(["WEBVTT\n", *parts]).encode()
+    usage = {"type": "duration", "seconds": round(seconds)}
     if format == "json":
-        usage = {"type": "duration", "seconds": round(seconds)}
         return "application/json", msgspec.json.encode({"text": text, "usage": usage})
     numbered = [{"id": i, "seek": 0, **s} for i, s in enumerate(segments)]
     body = {"task": "transcribe", "language": "english" if language == "en" else language, "duration": round(seconds, 3)}
-    return "application/json", msgspec.json.encode({**body, "text": text, "segments": numbered})
+    return "application/json", msgspec.json.encode({**body, "text": text, "segments": numbered, "usage": usage})
