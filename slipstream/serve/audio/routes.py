@@ -7,13 +7,18 @@ from starlette.routing import Route, WebSocketRoute
 from slipstream.graph.conductor import RequestFailed
 from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations, voices
 from slipstream.serve.audio.chat import VoiceChatBody, chat
+from slipstream.serve.audio.client_secret import ClientSecretBody, client_secrets
 from slipstream.serve.audio.realtime import realtime
 from slipstream.serve.errors import Failed
 
 
 def documented() -> dict[str, tuple[type, str]]:
     """The JSON bodies among them, for the OpenAPI document."""
-    return {"/v1/chat/completions": (VoiceChatBody, "Answer a conversation"), "/v1/audio/speech": (SpeechBody, "Speak a text")}
+    return {
+        "/v1/chat/completions": (VoiceChatBody, "Answer a conversation"),
+        "/v1/audio/speech": (SpeechBody, "Speak a text"),
+        "/v1/realtime/client_secrets": (ClientSecretBody, "A key for /v1/realtime that ends soon"),
+    }
 
 
 def routes() -> list[Route | WebSocketRoute]:
@@ -24,6 +29,7 @@ def routes() -> list[Route | WebSocketRoute]:
         "/v1/audio/transcriptions": transcriptions,
         "/v1/audio/translations": translations,
         "/v1/audio/speech": speech,
+        "/v1/realtime/client_secrets": client_secrets,
     }
     return [
         *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
