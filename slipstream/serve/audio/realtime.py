@@ -231,7 +231,7 @@ class Session:
         return text
 
     async def _on_conversation_item_create(self, event: dict[str, Any]) -> None:
-        item = self.talk.create(event.get("item"))
+        item = self.talk.create(event.get("item"), event.get("previous_item_id"))
         await self.send("conversation.item.added", item=item.describe(), previous_item_id=item.previous)
         await self.send("conversation.item.done", item=item.describe(), previous_item_id=item.previous)
 

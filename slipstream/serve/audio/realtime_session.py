@@ -54,17 +54,21 @@ class Conversation:
         self.next_id = self._id()
         return item
 
-    def append(self, item: Item) -> Item:
-        item.previous = self.items[-1].id if self.items else None
-        self.items.append(item)
+    def append(self, item: Item, after: Any = None) -> Item:
+        """At the end, or behind the item with the id `after` ("root": at the beginning). Raises BadRequest."""
+        at = len(self.items)
+        if after is not None:
+            at = 0 if after == "root" else self.items.index(self.find(after, "previous_item_id")) + 1
+        item.previous = self.items[at - 1].id if at else None
+        self.items.insert(at, item)
         del self.items[:-MAX_ITEMS]
         return item
 
     def add(self, role: str, kind: str) -> Item:
         return self.append(self.reserve(role, kind))
 
-    def create(self, given: Any) -> Item:
-        """Appends a client's item. Raises BadRequest."""
+    def create(self, given: Any, after: Any = None) -> Item:
+        """Takes a client's item in. Raises BadRequest."""
         given = as_dict(given, "item")
         kind = given.get("type", "message")
         if kind in ("function_call", "function_call_output"):
@@ -75,7 +79,7 @@ class Conversation:
             raise BadRequest("item.type: only message, function_call and function_call_output", "item.type")
         if isinstance(given.get("id"), str) and 0 < len(given["id"]) <= 64:
             item.id = given["id"]
-        return self.append(item)
+        return self.append(item, after)
 
     def _create_call(self, given: dict[str, Any], kind: str) -> Item:
         item = self.reserve("", kind)
@@ -105,10 +109,10 @@ class Conversation:
         item.text = "\n".join(texts)
         return item
 
-    def find(self, id: Any) -> Item:
+    def find(self, id: Any, param: str = "item_id") -> Item:
         item = next((i for i in self.items if i.id == id), None)
         if item is None:
-            raise BadRequest("item_id: there is no such item", "item_id")
+            raise BadRequest(f"{param}: the conversation has no item {str(id)[:64]!r}", param)
         return item
 
     def delete(self, id: Any) -> None:

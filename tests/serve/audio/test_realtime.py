@@ -221,6 +221,18 @@ def test_an_item_is_retrieved_by_its_id():
     assert seen[3]["error"]["param"] == "item_id"
 
 
+def test_an_item_is_put_where_the_client_wants_it():
+    talk = Conversation()
+    say = lambda text: {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+    b = talk.create(say("b"))
+    talk.create(say("a"), "root")
+    talk.create(say("d"))
+    assert talk.create(say("c"), b.id).previous == b.id
+    assert [m["content"] for m in talk.messages("")] == ["a", "b", "c", "d"]
+    with pytest.raises(BadRequest, match="previous_item_id"):
+        talk.create(say("e"), "other")
+
+
 def test_calls_and_what_they_gave_go_back_to_the_model_in_order():
     talk = Conversation()
     talk.add("user", "input_text").text = "Weather?"
