@@ -35,10 +35,15 @@ HEARD_RATE = 16_000
 MAX_BODY = audio_file.MAX_BYTES + (64 << 10)
 MAX_INPUT = 4096  # characters to speak, as OpenAI has it
 _threads = ThreadPoolExecutor(2, "audio")
+_decoders = ThreadPoolExecutor(2, "decode")  # each waits for a process; what is spoken meanwhile does not wait for uploads
 
 
 async def in_thread(work, *args) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_threads, work, *args)
+
+
+async def in_decoder(work, *args) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(_decoders, work, *args)
 
 
 def composite_of(http) -> Composite:
@@ -97,8 +102,11 @@ def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
     shape = form.get("response_format", "json")
     if shape not in TEXT_FORMATS:
         raise BadRequest(f"response_format: {shape[:50]!r} is not one of {', '.join(TEXT_FORMATS)}", "response_format")
-    if set(form.get("timestamp_granularities[]", [])) - {"segment"}:
-        raise BadRequest("timestamp_granularities: only segment is supported", "timestamp_granularities[]")
+    granularities = set(form.get("timestamp_granularities[]", []))
+    if granularities - {"segment", "word"}:
+        raise BadRequest("timestamp_granularities: only segment and word", "timestamp_granularities[]")
+    if "word" in granularities and shape != "verbose_json":
+        raise BadRequest("timestamp_granularities: word only with response_format verbose_json", "timestamp_granularities[]")
     try:
         temperature = float(form.get("temperature", 0) or 0)
     except ValueError:
@@ -109,6 +117,7 @@ def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
     if stream and shape not in ("json", "text"):
         raise BadRequest("stream: only with response_format json or text", "stream")
     params = {"language": form.get("language") or None, "prompt": form.get("prompt", ""), "temperature": temperature}
+    params["words"] = "word" in granularities
     return shape, params, stream
 
 
@@ -118,7 +127,7 @@ async def transcriptions(http: Request) -> Response:
     form = await form_of(http)
     front.check_model(form.get("model"))
     shape, params, stream = _transcription(form)
-    audio = await in_thread(audio_file.decode, form.pop("file"), HEARD_RATE)
+    audio = await in_decoder(audio_file.decode, form.pop("file"), HEARD_RATE)
     call = composite.open("transcribe", ("heard", "segments"), ("audio",), params)
     call.watch(http.receive, http.scope.get("slipstream.cut"))
     call.feed("audio", audio)
@@ -134,7 +143,8 @@ async def transcriptions(http: Request) -> Response:
     if call.gone:
         return Response(status_code=499)
     language = params["language"] or "en"
-    kind, body = render(shape, text.strip(), segments, len(audio) / HEARD_RATE, language)
+    timed = form.get("timestamp_granularities[]", ("segment",))
+    kind, body = render(shape, text.strip(), segments, len(audio) / HEARD_RATE, language, timed)
     return Response(body, media_type=kind)
 
 

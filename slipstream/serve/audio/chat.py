@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from slipstream.components.speech import RATE, VOICES
 from slipstream.errors import BadRequest
-from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, check_voice, composite_of, in_thread
+from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, check_voice, composite_of, in_decoder, in_thread
 from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, Message, TextPart
@@ -67,7 +67,7 @@ async def chat(http: Request) -> Response:
     front.check_model(body.model)
     shape = _check(body, speaks, front)
     composite = composite_of(http)
-    heard = [await in_thread(_decode, data, name) for data, name in spoken]
+    heard = [await in_decoder(_decode, data, name) for data, name in spoken]
     messages = await _messages(composite, body, heard[:-1])
     params = {"body": _rest(body), "messages": messages}
     wanted = ("text", "finish", *(("audio",) if speaks else ()))
