@@ -174,3 +174,15 @@ def test_every_json_form_of_a_transcription_carries_its_usage(http, composite):
         body = transcribe(http, response_format=form).json()
         assert body["text"] == "Hi." and body["usage"] == {"type": "duration", "seconds": 1}
     assert body["segments"][0]["compression_ratio"] == 0.3 and body["segments"][0]["id"] == 0
+
+
+def test_verbose_json_has_the_times_that_were_asked_for(http, composite):
+    word = {"word": "Hi", "start": 0.1, "end": 0.5}
+    segment = {"start": 0.0, "end": 1.0, "text": " Hi.", "words": [word]}
+    composite.outputs = [Output("heard", " Hi.", False), Output("segments", [segment], False)]
+    ask = lambda *kinds: transcribe(http, response_format="verbose_json", **{"timestamp_granularities[]": list(kinds)}).json()
+    both, words = ask("word", "segment"), ask("word")
+    assert both["words"] == words["words"] == [word] and composite.params["words"]
+    assert "words" not in both["segments"][0] and "segments" not in words and "words" not in ask("segment")
+    answer = transcribe(http, **{"timestamp_granularities[]": "word"})
+    assert answer.status_code == 400 and "verbose_json" in answer.json()["error"]["message"]
