@@ -180,9 +180,9 @@ class Decoder:
         return Slot(torch.empty(len(self.layers), 2, heads, self.max_tokens, self.width // heads), cross)
 
     @torch.inference_mode()
-    def attention(self, tokens: Sequence[int], slot: Slot, heads: Sequence[tuple[int, int]]) -> Tensor:
+    def attention(self, tokens: Sequence[int], slot: Slot, heads: Sequence[tuple[int, int]], frames: int) -> Tensor:
         """Where the decoder looks: float32 [heads, tokens, frames] of the cross-attention of `heads` (layer, head), for a
-        window's tokens from its first one on. The slot is read only."""
+        window's tokens from its first one on, over the window's first `frames` at most. The slot is read only."""
         fresh = Slot(torch.empty_like(slot.cache), slot.cross)
         x = self.embedding[torch.tensor(tokens)] + self.positions[: len(tokens)]
         out = {}
@@ -190,7 +190,7 @@ class Decoder:
             x = x + self._self_attention(x, layer.attention, i, [len(tokens)], [fresh])
             a = layer.cross
             assert a
-            q, k = _heads(F.linear(_norm(x, a.norm), *a.q), a.heads), slot.cross[i][0]
+            q, k = _heads(F.linear(_norm(x, a.norm), *a.q), a.heads), slot.cross[i][0][:, :frames]
             for head in [h for at, h in heads if at == i]:
                 out[i, head] = (q[head] @ k[head].T * q.shape[-1] ** -0.5).softmax(-1)
             x = x + self._cross_attention(x, layer, i, [len(tokens)], [fresh])

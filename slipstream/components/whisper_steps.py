@@ -192,9 +192,9 @@ class DecoderStep:
         tokens = [t for t in window.tokens if t < self.ids.end]
         task = [t for t in window.prompt[window.prompt.index(self.ids.start) :] if t < self.ids.time]
         before = [*task, *([] if self.ids.no_timestamps in task else [self.ids.no_timestamps])]
-        attention = self.decoder.attention([*before, *tokens, self.ids.end], slot, self.following).numpy()
-        frames = min(attention.shape[-1], math.ceil((window.stop - window.start) / FRAME_S))
-        return words(tokens, begins(attention[:, :, :frames], len(before) - 1), self._text)
+        frames = math.ceil((window.stop - window.start) / FRAME_S)
+        attention = self.decoder.attention([*before, *tokens, self.ids.end], slot, self.following, frames)
+        return words(tokens, begins(attention.numpy(), len(before) - 1), self._text)
 
     def _no_speech(self, logits: np.ndarray) -> float:
         """Its probability, from the logits after the start token."""

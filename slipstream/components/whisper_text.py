@@ -161,8 +161,9 @@ class Window:
         unlikely = self.average < -1.0 or compression_ratio(text) > MAX_COMPRESSION or not any(c.isalnum() for c in text)
         return self.no_speech > MAX_NO_SPEECH and unlikely
 
-    def _word(self, word: Word) -> dict:
-        start, end = (round(min(self.start + at, self.stop), 2) for at in (word.start, word.end))
+    def _word(self, word: Word, since: float, until: float) -> dict:
+        """Within its segment: what follows the sound knows little of pauses."""
+        start, end = (round(max(since, min(self.start + at, until)), 2) for at in (word.start, word.end))
         return {"word": word.text, "start": start, "end": end}
 
     def segments(self, text_of, words: list[Word] | None = None) -> list[dict]:
@@ -175,21 +176,23 @@ class Window:
         def close(end: float) -> None:
             nonlocal read
             text, first, read = text_of(run), read, read + len(run)
-            own = [w for w in words or () if first <= w.first < read]
+            until = max(since, min(end, self.stop))
             if text.strip():
                 out.append(
                     {
                         "start": round(since, 2),
-                        "end": round(max(since, min(end, self.stop)), 2),
+                        "end": round(until, 2),
                         "text": text,
                         "tokens": list(run),
                         "avg_logprob": self.average,
                         "compression_ratio": ratio,
                         "no_speech_prob": self.no_speech,
                         "temperature": self.temperature,
-                        **({} if words is None else {"words": [self._word(w) for w in own]}),
                     }
                 )
+                if words is not None:
+                    own = [w for w in words if first <= w.first < read]
+                    out[-1]["words"] = [self._word(w, since, until) for w in own]
 
         for token in self.tokens:
             if token < time:

@@ -101,7 +101,8 @@ def test_words_have_their_own_times(steps, question):
     assert all(a["start"] <= a["end"] <= b["start"] + 0.01 for a, b in itertools.pairwise(found)), "one after the other"
     loud = np.abs(question.reshape(-1, 160)).max(axis=1) > 0.05
     first, last = np.flatnonzero(loud)[[0, -1]] * 0.01
-    assert abs(found[0]["start"] - first) < 0.3 and abs(found[-1]["end"] - last) < 0.4
+    assert abs(found[0]["start"] - first) < 0.5 and abs(found[-1]["end"] - last) < 0.5
+    assert abs(found[2]["start"] - 0.64) < 0.2 and abs(found[5]["start"] - 1.30) < 0.2, "the, France: read off the waveform"
 
 
 def test_sentences_have_their_own_times_after_a_prompt_of_plain_text(steps, talk):
