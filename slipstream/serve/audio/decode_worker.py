@@ -82,8 +82,9 @@ def _blocks(container, rate: int, max_seconds: float) -> list[bytes]:
         raise Refused("the file has no audio in it")
     stream = container.streams.audio[0]
     codec = stream.codec_context
-    if codec.name not in CODECS:
-        raise Refused(f"the codec {codec.name[:50]!r} is not one of {', '.join(sorted(CODECS))}")
+    name = codec.name if codec is not None else "unknown"
+    if codec is None or name not in CODECS:
+        raise Refused(f"the codec {name[:50]!r} is not one of {', '.join(sorted(CODECS))}")
     if not (MIN_RATE <= codec.sample_rate <= MAX_RATE and 1 <= codec.channels <= MAX_CHANNELS):
         raise Refused(
             f"{codec.sample_rate} Hz and {codec.channels} channels: {MIN_RATE} to {MAX_RATE} Hz and at most "

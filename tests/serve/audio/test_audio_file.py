@@ -145,6 +145,13 @@ def test_a_codec_that_is_not_taken_is_refused_also_inside_a_format_that_is():
         decode(mux("matroska", "ac3"), 16_000)
 
 
+def test_a_codec_that_nobody_knows_is_refused():
+    data = bytearray(encode(TONE, RATE, "wav"))
+    struct.pack_into("<H", data, 20, 0x1234)
+    with pytest.raises(BadRequest, match="codec 'unknown' is not one of aac"):
+        decode(bytes(data), 16_000)
+
+
 def test_an_index_that_claims_gigabytes_is_refused_within_the_memory_limit():
     """FFmpeg builds 24 bytes for each sample that an mp4 claims: 720 MB for the 10 kB here, without a limit."""
     data = bytearray(mux("mp4", "aac", 44_100, 1))
