@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from slipstream.components.speech import RATE, VOICES
 from slipstream.errors import BadRequest
-from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, check_voice, composite_of, in_decoder, in_thread
+from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, composite_of, in_decoder, in_thread
+from slipstream.serve.audio.speech import check_voice
 from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, Message, TextPart

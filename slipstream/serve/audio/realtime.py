@@ -9,23 +9,22 @@ import base64
 import binascii
 import json
 import secrets
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from slipstream.errors import BadRequest
-from slipstream.serve.audio.audio import HEARD_RATE, in_thread
-from slipstream.serve.audio.audio_file import Resampler
+from slipstream.serve.audio.audio import in_thread
 from slipstream.serve.audio.client_secret import settings_of
 from slipstream.serve.audio.realtime_answer import Answering, Gone, logged
+from slipstream.serve.audio.realtime_hearing import Hearing
 from slipstream.serve.audio.realtime_session import Conversation, Item, fitted
 from slipstream.serve.audio.realtime_settings import Settings
 from slipstream.serve.audio.secret_token import token_of
 from slipstream.serve.audio.vad import Detector
 from slipstream.serve.audio.wire_format import WireFormat
-from slipstream.serve.engine.composite import Call, Composite
+from slipstream.serve.engine.composite import Composite
 from slipstream.serve.front import Front
 
 SEND_SECONDS = 20.0  # that one event may wait for a client to read
@@ -210,12 +209,14 @@ class Session:
         if auto and self.settings.answers and not self.settings.transcribes:
             await self._respond({})
 
-    async def _words(self, hearing: "Hearing", item: Item) -> str:
+    async def _words(self, hearing: Hearing, item: Item) -> str:
         kind, text = "conversation.item.input_audio_transcription", ""
         try:
             async for piece in hearing.words():
                 text += piece
                 await self.send(f"{kind}.delta", item_id=item.id, content_index=0, delta=piece)
+        except Gone:
+            raise
         except Exception as e:
             await self.send(
                 f"{kind}.failed",
@@ -292,32 +293,6 @@ async def _quiet(work) -> Any:
         return await work
     except Gone:
         return None
-
-
-class Hearing:
-    """One turn of the client's speech, on its way into a running request."""
-
-    def __init__(self, call: Call, rate: int):
-        self.call = call
-        self.seconds = 0.0
-        self._rate = rate
-        self._resampler = Resampler(rate, HEARD_RATE)
-
-    async def feed(self, samples: np.ndarray) -> None:
-        self.seconds += len(samples) / self._rate
-        await self.call.run.feed("audio", self._resampler.feed(samples))
-
-    async def words(self) -> AsyncIterator[str]:
-        """Ends the input and gives what was heard, in pieces."""
-        begun = False
-        try:
-            await self.call.run.feed("audio", self._resampler.feed(np.zeros(0, np.float32), last=True), True)
-            async for output in self.call.run:
-                if piece := (output.value or "") if begun else (output.value or "").lstrip():
-                    begun = True
-                    yield piece
-        finally:
-            self.call.close()
 
 
 def _event(text: str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.components.speech import VOICES
 from slipstream.errors import BadRequest
-from slipstream.serve.audio.audio import check_speed, check_voice
+from slipstream.serve.audio.speech import check_speed, check_voice
 from slipstream.serve.audio.vad import Turns
 from slipstream.serve.audio.wire_format import FORMATS, PCM, WireFormat
 

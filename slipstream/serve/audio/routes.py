@@ -5,10 +5,11 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 
 from slipstream.graph.conductor import RequestFailed
-from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations, voices
+from slipstream.serve.audio.audio import failure_of, transcriptions, translations
 from slipstream.serve.audio.chat import VoiceChatBody, chat
 from slipstream.serve.audio.client_secret import ClientSecretBody, client_secrets
 from slipstream.serve.audio.realtime import realtime
+from slipstream.serve.audio.speech import SpeechBody, speech, voices
 from slipstream.serve.errors import Failed
 
 
