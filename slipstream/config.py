@@ -171,8 +171,8 @@ def add_flags(parser: argparse.ArgumentParser, *schemas: type) -> None:
                 metavar = meta["metavar"] or (
                     "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else _metavar(hints[f.name])
                 )
-                several = {"nargs": "+"} if typing.get_origin(hints[f.name]) is list else {}
-                parser.add_argument(*names, dest=f.name, default=None, metavar=metavar, help=help, **several)
+                nargs = "+" if typing.get_origin(hints[f.name]) is list else None
+                parser.add_argument(*names, dest=f.name, default=None, metavar=metavar, help=help, nargs=nargs)
 
 
 def _metavar(kind: typing.Any) -> str:

@@ -264,4 +264,4 @@ class Whisper:
         reader = _Reader(file)
         suppress = config.get("suppress_ids", []), config.get("suppress_ids_begin", [])
         following = tuple((layer, head) for layer, head in config.get("alignment_heads", []))
-        return cls(Encoder(reader), Decoder(reader), *map(tuple, suppress), following)
+        return cls(Encoder(reader), Decoder(reader), tuple(suppress[0]), tuple(suppress[1]), following)

@@ -7,6 +7,7 @@ import io
 import signal
 import struct
 from queue import Empty, LifoQueue
+from typing import cast
 
 import numpy as np
 
@@ -118,10 +119,11 @@ class Encoder:
         self._file = None
         if codec:
             import av
+            from av.audio import AudioStream
 
             options = {"write_xing": "0"} if format == "mp3" and whole is None else {}
             self._file = av.open(whole or self, "w", format=container, container_options=options)
-            self._stream = self._file.add_stream(codec, rate=rate, layout="mono")
+            self._stream = cast(AudioStream, self._file.add_stream(codec, rate=rate, layout="mono"))
 
     def write(self, data: bytes) -> int:
         """What the container writes to."""

@@ -17,6 +17,7 @@ import sys
 import av
 import numpy as np
 from av.audio.resampler import AudioResampler
+from av.error import FFmpegError
 
 from slipstream.serve.audio.audio_file import HEAD, encode
 
@@ -71,9 +72,9 @@ def decode(data: bytes, rate: int, max_seconds: float) -> list[bytes]:
         allowed = {"codec_whitelist": ",".join(CODECS)}
         with av.open(io.BytesIO(data), format=FORMATS[format], options=allowed, metadata_errors="ignore") as container:
             return _blocks(container, rate, max_seconds)
-    except (av.error.MemoryError, MemoryError):
+    except MemoryError:  # FFmpeg's own is one too
         raise Refused(f"the audio takes more than {MEMORY >> 20} MiB of memory to decode", 413) from None
-    except (av.FFmpegError, ValueError, OverflowError):
+    except (FFmpegError, ValueError, OverflowError):
         raise Refused(NOT_AUDIO) from None
 
 
@@ -115,7 +116,7 @@ def _limit() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     started_with = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (started_with + MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (started_with + MEMORY, started_with + MEMORY))
     for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NOFILE):
         resource.setrlimit(what, (0, 0))
 
