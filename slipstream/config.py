@@ -103,7 +103,7 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(8000, "port to bind; 0 takes a free one", least=0, most=65535)
     uds: str | None = option(None, "bind this Unix socket instead of host and port")
-    served_model_name: str | None = option(None, "the name clients use (default: the model's)")
+    served_model_name: list[str] = option([], "the names clients use; answers carry the first (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
     api_server_count: int = option(1, "front-end processes that share the address", least=1, most=64)
     body_memory_bytes: int = option(
@@ -131,9 +131,9 @@ class ServerConfig:
     )
 
 
-def served_name(engine: EngineConfig, server: ServerConfig) -> str:
-    """The model's name in the API: --served-model-name, else the model as it was asked for."""
-    return server.served_model_name or engine.model
+def served_names(engine: EngineConfig, server: ServerConfig) -> list[str]:
+    """The model's names in the API: --served-model-name, else the model as it was asked for. The first stands in answers."""
+    return server.served_model_name or [engine.model]
 
 
 def flag_name(name: str) -> str:
@@ -142,6 +142,9 @@ def flag_name(name: str) -> str:
 
 def _parse(kind: typing.Any, text: typing.Any, origin: str) -> typing.Any:
     """Turns a text (or a YAML scalar) into the field's type, or raises ConfigError naming where it came from."""
+    if typing.get_origin(kind) is list:  # a flag's words, a YAML list, or the words of a text
+        (kind,) = typing.get_args(kind)
+        return [_parse(kind, word, origin) for word in (text if isinstance(text, list) else str(text).split())]
     args = [a for a in typing.get_args(kind) if a is not type(None)]
     if args:
         if text is None:
@@ -185,7 +188,8 @@ def add_flags(parser: argparse.ArgumentParser, *schemas: type) -> None:
                 metavar = meta["metavar"] or (
                     "{" + ",".join(meta["choices"]) + "}" if meta["choices"] else _metavar(hints[f.name])
                 )
-                parser.add_argument(*names, dest=f.name, default=None, metavar=metavar, help=help)
+                nargs = "+" if typing.get_origin(hints[f.name]) is list else None
+                parser.add_argument(*names, dest=f.name, default=None, metavar=metavar, help=help, nargs=nargs)
 
 
 def _metavar(kind: typing.Any) -> str:

@@ -29,6 +29,17 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_defau
     assert resolve(["--max-num-seqs", "7"], environ, file, tmp_path)[0].max_num_seqs == 7
 
 
+def test_a_model_may_be_served_under_several_names(tmp_path):
+    names = lambda **kw: resolve(**kw)[1].served_model_name
+    assert names() == [] and config.served_names(*resolve()) == [EngineConfig.model]
+    assert names(argv=["--served-model-name", "gpt-4o", "org/m"]) == ["gpt-4o", "org/m"]
+    assert names(environ={"SLIPSTREAM_SERVED_MODEL_NAME": "a b"}) == ["a", "b"]
+    assert names(file="served-model-name: [a, b]", tmp_path=tmp_path) == ["a", "b"]
+    assert names(file="served-model-name: a", tmp_path=tmp_path) == ["a"]
+    with pytest.raises(ConfigError, match="served_model_name"):
+        names(file="served-model-name: [[a]]", tmp_path=tmp_path)
+
+
 @pytest.mark.parametrize("word", ["true", "1", "yes", "on", "TRUE"])
 def test_truth_values_from_the_environment(word):
     assert resolve(environ={"SLIPSTREAM_ENABLE_DEBUG": word})[1].enable_debug is True

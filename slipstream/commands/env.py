@@ -13,7 +13,7 @@ from slipstream import __version__
 
 REQUIRED = (
     "torch", "numpy", "msgspec", "transformers", "tokenizers", "jinja2", "safetensors", "gguf", "huggingface_hub",
-    "starlette", "uvicorn", "httptools", "soundfile", "prometheus_client", "rich", "llguidance", "pyyaml", "pyzmq",
+    "starlette", "uvicorn", "httptools", "prometheus_client", "rich", "llguidance", "pyyaml", "pyzmq",
 )  # fmt: skip
 OPTIONAL = (
     ("matplotlib", "pictures of `slipstream bench --plot` and `trace`", "pip install matplotlib"),

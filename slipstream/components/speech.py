@@ -3,16 +3,44 @@
 Only the voice inside the package is offered, since others would be downloaded. One sentence a call, on one thread.
 """
 
+import re
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.errors import ModelError
+from slipstream.errors import BadRequest, ModelError
 from slipstream.graph.rows import Result, Row
 
 RATE = 24_000
 VOICES = ("heart",)
+# The names that OpenAI's clients know, and send where nobody chose one; each is the one voice there is.
+ALIASES = ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
 MIN_SPEED, MAX_SPEED = 0.5, 2.0
+_LONG_NUMBER = re.compile(r"\d[\d,]{15,}")  # the lexicon has words for numbers up to 36 digits; nobody follows half of them
+
+
+def check_sayable(text: str, param: str) -> None:
+    """Raises BadRequest naming the first word that an English voice has no sounds for, or where nothing can be said at all."""
+    for word in text.split():
+        if not all(map(_has_sound, unicodedata.normalize("NFKC", word))):
+            raise BadRequest(f"{param}: this voice speaks English and cannot say {word[:50]!r}", param)
+    if not any(c.isalnum() for c in text):
+        raise BadRequest(f"{param}: there is no word in it that can be said", param)
+
+
+def _has_sound(c: str) -> bool:
+    """Letters are Latin, or Greek as in formulas; what is not a letter is read or passed over, as people do."""
+    return not c.isalpha() or unicodedata.name(c, "").startswith(("LATIN", "GREEK", "MODIFIER"))
+
+
+def spell_long_numbers(text: str) -> str:
+    """Numbers of more than 15 digits become single digits, in groups of ten."""
+    return _LONG_NUMBER.sub(lambda m: _spelled(m.group().replace(",", "")), text)
+
+
+def _spelled(digits: str) -> str:
+    return ", ".join(" ".join(digits[i : i + 10]) for i in range(0, len(digits), 10))
 
 
 class SpeechStep:
@@ -29,11 +57,24 @@ class SpeechStep:
         self.voice("Ready.")  # loads the lexicon, so that no request waits for it
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
-        return [Result({"audio": self.speak(row.inputs["text"].data, row.params)}) for row in rows]
+        return [self._row(row.inputs["text"].data, row.params) for row in rows]
+
+    def _row(self, text: str, params: dict) -> Result:
+        try:
+            return Result({"audio": self.speak(text, params)})
+        except BadRequest as e:
+            return Result(error=str(e), refused=True)
 
     def speak(self, text: str, params: dict) -> np.ndarray | None:
-        """int16 samples; None for a text without anything to say. Its noise is seeded: a text always sounds the same."""
-        audio = self.voice(text, speed=float(params.get("speed") or 1.0), seed=0)
-        if not len(audio):
-            return None
-        return (np.clip(audio, -1, 1) * 32767).round().astype(np.int16)
+        """int16 samples; None for a text without anything to say. Its noise is seeded: a text always sounds the same.
+
+        Raises BadRequest for a text that the package's rules of pronunciation fail at: its fault ends this request alone.
+        """
+        try:
+            phonemes = self.voice.phonemize(spell_long_numbers(text))
+        except Exception as e:
+            raise BadRequest(f"this voice cannot read {text[:50]!r} aloud ({type(e).__name__})") from e
+        rng, speed = np.random.default_rng(0), float(params.get("speed") or 1.0)
+        parts = [self.voice.from_ids(self.voice.ids(p), speed, rng) for p in phonemes]
+        audio = np.concatenate([np.zeros(0, np.float32), *parts])
+        return (np.clip(audio, -1, 1) * 32767).round().astype(np.int16) if len(audio) else None

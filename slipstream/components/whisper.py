@@ -180,6 +180,24 @@ class Decoder:
         return Slot(torch.empty(len(self.layers), 2, heads, self.max_tokens, self.width // heads), cross)
 
     @torch.inference_mode()
+    def attention(self, tokens: Sequence[int], slot: Slot, heads: Sequence[tuple[int, int]], frames: int) -> Tensor:
+        """Where the decoder looks: float32 [heads, tokens, frames] of the cross-attention of `heads` (layer, head), for a
+        window's tokens from its first one on, over the window's first `frames` at most. The slot is read only."""
+        fresh = Slot(torch.empty_like(slot.cache), slot.cross)
+        x = self.embedding[torch.tensor(tokens)] + self.positions[: len(tokens)]
+        out = {}
+        for i, layer in enumerate(self.layers):
+            x = x + self._self_attention(x, layer.attention, i, [len(tokens)], [fresh])
+            a = layer.cross
+            assert a
+            q, k = _heads(F.linear(_norm(x, a.norm), *a.q), a.heads), slot.cross[i][0][:, :frames]
+            for head in [h for at, h in heads if at == i]:
+                out[i, head] = (q[head] @ k[head].T * q.shape[-1] ** -0.5).softmax(-1)
+            x = x + self._cross_attention(x, layer, i, [len(tokens)], [fresh])
+            x = _mlp(x, layer)
+        return torch.stack([out[tuple(at)] for at in heads])
+
+    @torch.inference_mode()
     def forward(self, tokens: Sequence[Sequence[int]], slots: Sequence[Slot], every: bool = False) -> Tensor:
         """float32 logits [rows, vocab] after each row's last token, or [all tokens, vocab] with `every`. Extends the slots."""
         counts = [len(row) for row in tokens]
@@ -224,12 +242,14 @@ class Decoder:
 
 @dataclass(frozen=True, eq=False)
 class Whisper:
-    """The folder's parts. `suppress` ids are never chosen, `suppress_first` not as the first token of a window."""
+    """The folder's parts. `suppress` ids are never chosen, `suppress_first` not as the first token of a window. `following`:
+    (layer, head) of the cross-attention that follows the sound; none where the folder does not say."""
 
     encoder: Encoder
     decoder: Decoder
     suppress: tuple[int, ...]
     suppress_first: tuple[int, ...]
+    following: tuple[tuple[int, int], ...]
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> "Whisper":
@@ -243,4 +263,5 @@ class Whisper:
             raise ModelError(f"{folder}/config.json: {e}") from None
         reader = _Reader(file)
         suppress = config.get("suppress_ids", []), config.get("suppress_ids_begin", [])
-        return cls(Encoder(reader), Decoder(reader), *map(tuple, suppress))
+        following = tuple((layer, head) for layer, head in config.get("alignment_heads", []))
+        return cls(Encoder(reader), Decoder(reader), tuple(suppress[0]), tuple(suppress[1]), following)

@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from slipstream.components.sentences import split
 from slipstream.components.whisper import RATE, WINDOW, Slot, Whisper, log_mel
-from slipstream.components.whisper_text import MAX_NEW, Ids, Window
+from slipstream.components.whisper_text import MAX_NEW, MAX_NO_SPEECH, Ids, Window
+from slipstream.components.whisper_words import FRAME_S, Word, begins, words
 from slipstream.errors import BadRequest
 from slipstream.graph.rows import Result, Row
 
 _FRAME = RATE // 50  # samples that loudness is measured over
+PROMPT_START_S, PROMPT_CHAR_S, PROMPT_PAUSE_S = 0.32, 0.07, 0.8  # when a prompt's sentences would have been said
 _SILENCE = 5e-4  # root mean square of a window's loudest frame below which nobody speaks; Whisper would make words up
 
 
@@ -74,13 +77,13 @@ class _State:
     new: list[int] = field(default_factory=list)  # tokens of the next step
     sent: int = 0  # letters of the window's text that were sent
     segments: list[dict] = field(default_factory=list)
-    previous: list[int] = field(default_factory=list)  # text tokens before this window
+    previous: list[int] = field(default_factory=list)  # tokens before this window, timestamps included
 
 
 class DecoderStep:
     """features and spans, one window each -> text in pieces, and at the end all segments.
 
-    Parameters of a request: `language`, `prompt`, `temperature`, `timestamps`.
+    Parameters of a request: `language`, `prompt`, `temperature`, `timestamps`, and `words`: whether segments have theirs.
     """
 
     def __init__(self, folder: str):
@@ -90,6 +93,7 @@ class DecoderStep:
         self.ids = Ids.read(self.tokenizer.token_to_id, english_only=self.decoder.vocab < 51865)
         self.suppress = np.array([i for i in whisper.suppress if i != self.ids.end], np.int64)
         self.suppress_first = np.array(whisper.suppress_first, np.int64)
+        self.following = whisper.following
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
         results: list[Result | None] = [None] * len(rows)
@@ -104,7 +108,7 @@ class DecoderStep:
             slots = [s for i in stepping if (s := states[i].slot)]
             logits = self.decoder.forward([states[i].new for i in stepping], slots).numpy()
             for i, row_logits in zip(stepping, logits, strict=True):
-                results[i] = self._advance(states[i], row_logits, rows[i].last)
+                results[i] = self._advance(states[i], row_logits, rows[i])
         return [r or Result(state=s) for r, s in zip(results, states, strict=True)]
 
     def _begin(self, row: Row, state: _State) -> Result | None:
@@ -112,16 +116,18 @@ class DecoderStep:
         if "features" not in row.inputs:
             return Result({"segments": state.segments}, state=state)
         p = row.params
-        start, stop = row.inputs["spans"].data[0]
-        if not state.segments and not state.previous:
-            state.previous = self._prompt(p)
-        before = [self.ids.previous, *state.previous[-(MAX_NEW - 1) :]] if state.previous else []
+        if p.get("words") and not self.following:
+            raise BadRequest("timestamp_granularities: this model has no times of words", "timestamp_granularities[]")
+        start, stop = map(float, row.inputs["spans"].data[0])
         timestamps = bool(p.get("timestamps", True))
+        if not state.segments and not state.previous:
+            state.previous = self._prompt(p, timestamps)
+        before = [self.ids.previous, *state.previous[-(MAX_NEW - 1) :]] if state.previous else []
         prompt = [*before, self.ids.start, *self._task(p), *([] if timestamps else [self.ids.no_timestamps])]
         state.window = Window(
             self.ids,
-            float(start),
-            float(stop),
+            start,
+            stop,
             prompt,
             timestamps,
             float(p.get("temperature") or 0.0),
@@ -138,9 +144,15 @@ class DecoderStep:
         state.new, state.sent = prompt[-1:], 0
         return None
 
-    def _prompt(self, params: dict) -> list[int]:
-        text = (params.get("prompt") or "").strip()
-        return self.tokenizer.encode(" " + text, add_special_tokens=False).ids if text else []
+    def _prompt(self, params: dict, timestamps: bool) -> list[int]:
+        """The client's prompt as if it had been heard: the model writes timestamps only where it has seen them before."""
+        out, at = [], PROMPT_START_S
+        for sentence in filter(str.strip, split(params.get("prompt") or "", True)[0]):
+            tokens = self.tokenizer.encode(" " + sentence.strip(), add_special_tokens=False).ids
+            end = at + PROMPT_CHAR_S * len(sentence)
+            out += [self.ids.at(at), *tokens, self.ids.at(end)] if timestamps else tokens
+            at = end + PROMPT_PAUSE_S
+        return out
 
     def _task(self, params: dict) -> list[int]:
         language = params.get("language")
@@ -156,7 +168,7 @@ class DecoderStep:
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode([t for t in tokens if t < self.ids.end])
 
-    def _advance(self, state: _State, logits: np.ndarray, last: bool) -> Result:
+    def _advance(self, state: _State, logits: np.ndarray, row: Row) -> Result:
         window = state.window
         assert window and state.slot
         if not window.tokens and window.prompt[-1] == self.ids.start:
@@ -167,12 +179,22 @@ class DecoderStep:
         if not ended:
             state.new = [token]
             return Result({"text": self._fresh(state, text, False)}, state=state, again=True)
-        piece = None if window.silent and not state.sent else self._fresh(state, text, True)
-        if not window.silent:
-            state.segments += window.segments(self._text)
-            state.previous = [t for t in window.tokens if t < self.ids.end]
+        silence = window.is_silence(text)
+        piece = None if silence and not state.sent else self._fresh(state, text, True)
+        if not silence:
+            words = self._words(window, state.slot) if row.params.get("words") else None
+            state.segments += window.segments(self._text, words)
+            state.previous = window.tokens
         state.window = state.slot = None
-        return Result({"text": piece, "segments": state.segments if last else None}, state=state)
+        return Result({"text": piece, "segments": state.segments if row.last else None}, state=state)
+
+    def _words(self, window: Window, slot: Slot) -> list[Word]:
+        tokens = [t for t in window.tokens if t < self.ids.end]
+        task = [t for t in window.prompt[window.prompt.index(self.ids.start) :] if t < self.ids.time]
+        before = [*task, *([] if self.ids.no_timestamps in task else [self.ids.no_timestamps])]
+        frames = math.ceil((window.stop - window.start) / FRAME_S)
+        attention = self.decoder.attention([*before, *tokens, self.ids.end], slot, self.following, frames)
+        return words(tokens, begins(attention.numpy(), len(before) - 1), self._text)
 
     def _no_speech(self, logits: np.ndarray) -> float:
         """Its probability, from the logits after the start token."""
@@ -183,7 +205,7 @@ class DecoderStep:
         """What may be sent of the text: not an unfinished letter, and nothing before the window is known not to be silence."""
         window = state.window
         assert window
-        if not final and (text.endswith("\ufffd") or window.no_speech > 0.6):
+        if not final and (text.endswith("\ufffd") or window.no_speech > MAX_NO_SPEECH):
             return None
         piece, state.sent = text[state.sent :], len(text)
         return piece or None

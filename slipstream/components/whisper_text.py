@@ -4,13 +4,19 @@ The rules are those of Whisper's own decoding: timestamps come in pairs and neve
 a timestamp is taken when all of them together are likelier than any text.
 """
 
+import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from slipstream.components.whisper_words import Word
+
 STEP = 0.02  # seconds of one timestamp
+LAST = 1500  # timestamp, so 30 s
 MAX_INITIAL = 50  # timestamps, so 1 s
 MAX_NEW = 224  # tokens of one window
+MAX_NO_SPEECH = 0.6  # its probability, above which a window may be silence or noise
+MAX_COMPRESSION = 2.4  # of a text, above which it repeats itself
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,10 @@ class Ids:
     def time(self) -> int:
         """The token of 0.00 s."""
         return self.no_timestamps + 1
+
+    def at(self, seconds: float) -> int:
+        """The timestamp token of a time; the last one for what is later than 30 s."""
+        return self.time + min(round(seconds / STEP), LAST)
 
     @classmethod
     def read(cls, token_to_id, english_only: bool) -> "Ids":
@@ -68,6 +78,12 @@ LANGUAGES = (
     "fi",
     "da",
 )
+
+
+def compression_ratio(text: str) -> float:
+    """Bytes of a text over its bytes when compressed: high where it repeats itself."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data))
 
 
 @dataclass(eq=False)
@@ -140,29 +156,43 @@ class Window:
     def average(self) -> float:
         return self.logprob / (len(self.tokens) + 1)
 
-    @property
-    def silent(self) -> bool:
-        """Whether what was decoded is taken for silence."""
-        return self.no_speech > 0.6 and self.average < -1.0
+    def is_silence(self, text: str) -> bool:
+        """Whether what was decoded is taken for silence or noise: it was unlikely, repeats itself, or has no word in it."""
+        unlikely = self.average < -1.0 or compression_ratio(text) > MAX_COMPRESSION or not any(c.isalnum() for c in text)
+        return self.no_speech > MAX_NO_SPEECH and unlikely
 
-    def segments(self, text_of) -> list[dict]:
-        """[{start, end, text, tokens, avg_logprob, no_speech_prob, temperature}] in seconds of the whole audio."""
+    def _word(self, word: Word, since: float, until: float) -> dict:
+        """Within its segment: what follows the sound knows little of pauses."""
+        start, end = (round(max(since, min(self.start + at, until)), 2) for at in (word.start, word.end))
+        return {"word": word.text, "start": start, "end": end}
+
+    def segments(self, text_of, words: list[Word] | None = None) -> list[dict]:
+        """[{start, end, text, tokens, avg_logprob, compression_ratio, no_speech_prob, temperature}], in seconds of the whole
+        audio. As with Whisper itself, the three measures are the window's. With `words`: [{word, start, end}] too."""
         time, out, since, run = self.ids.time, [], self.start, []
+        ratio = compression_ratio(text_of(self.tokens))
+        read = 0  # text tokens before the run
 
         def close(end: float) -> None:
-            text = text_of(run)
+            nonlocal read
+            text, first, read = text_of(run), read, read + len(run)
+            until = max(since, min(end, self.stop))
             if text.strip():
                 out.append(
                     {
                         "start": round(since, 2),
-                        "end": round(max(since, min(end, self.stop)), 2),
+                        "end": round(until, 2),
                         "text": text,
                         "tokens": list(run),
                         "avg_logprob": self.average,
+                        "compression_ratio": ratio,
                         "no_speech_prob": self.no_speech,
                         "temperature": self.temperature,
                     }
                 )
+                if words is not None:
+                    own = [w for w in words if first <= w.first < read]
+                    out[-1]["words"] = [self._word(w, since, until) for w in own]
 
         for token in self.tokens:
             if token < time:

@@ -20,7 +20,7 @@ from slipstream.process.server import Others, serve
 from slipstream.transport.arena import Arena
 from slipstream.weights.pull import resolve_model
 
-NEEDED = ("python_multipart", "websockets", "soundfile")  # of the audio routes; components say themselves what they need
+NEEDED = ("python_multipart", "websockets", "av")  # of the audio routes; components say themselves what they need
 SEGMENT_BYTES = 64 << 20  # of the arena, per process; its pages come when touched
 
 
@@ -56,7 +56,7 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
         engine = dataclasses.replace(engine, device=place.device)
     if place.threads:
         os.environ.setdefault("OMP_NUM_THREADS", str(place.threads))  # the ranks inherit it; workers set their own
-    server = dataclasses.replace(server, served_model_name=server.served_model_name or placement.name)
+    server = dataclasses.replace(server, served_model_name=server.served_model_name or [placement.name])
     path = str(resolve_model(engine.model))
     others = worker_groups(placement, model, settings, engine)
     return serve(engine, server, path, others)

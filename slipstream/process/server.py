@@ -108,7 +108,7 @@ def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: soc
         host = f"[{host}]" if ":" in host else host
         where = curl = f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
-    name = config.served_name(engine, server)
+    name = config.served_names(engine, server)[0]
     question = '{"role": "user", "content": "What is the capital of France?"}'
     body = f'{{"model": "{name}", "messages": [{question}], "max_tokens": 64}}'
     json = "-H 'Content-Type: application/json'"

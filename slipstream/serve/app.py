@@ -57,7 +57,9 @@ def build(front: Front) -> ASGIApp:
     if front.composite:
         from slipstream.serve.audio import routes as audio_routes
 
-        routes = [*audio_routes.routes(), *routes]
+        own = audio_routes.routes()
+        paths = {route.path for route in own}
+        routes = [*own, *(route for route in routes if route.path not in paths)]
         spec = openapi.document(enable_debug, needs_key, audio_routes.documented())
     handlers = {
         HTTPException: _on_http,

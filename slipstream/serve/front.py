@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from slipstream.config import EngineConfig, ServerConfig, served_name
+from slipstream.config import EngineConfig, ServerConfig, served_names
 from slipstream.errors import BadRequest, EngineDown
 from slipstream.process.board import Board
 from slipstream.serve.budget import Budget
@@ -50,7 +50,8 @@ class Front:
     composite: "Composite | None" = None  # where the model is one of several components
 
     def __post_init__(self):
-        self.model = served_name(self.engine_config, self.server_config)
+        self.models = served_names(self.engine_config, self.server_config)
+        self.model = self.models[0]
         self.bodies = Budget(self.server_config.body_memory_bytes)
         self.deliveries: Deliveries | None = None  # set with the application
         self.metrics = Metrics(self.model, self.shared_counters)
@@ -73,8 +74,9 @@ class Front:
         return self.tokenizer
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model:
-            raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {self.model!r}", "model", 404)
+        if name is not None and name not in self.models:
+            here = ", ".join(map(repr, self.models))
+            raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {here}", "model", 404)
 
     def desk(self, generates: bool) -> Desk:
         """What preparing a request needs. Raises EngineDown or Failed (503) where there is no tokenizer, or no engine."""

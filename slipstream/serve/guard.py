@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.config import ServerConfig
+from slipstream.serve.audio.secret_token import is_valid, token_of
 from slipstream.serve.errors import Failure
 
 log = logging.getLogger("slipstream.http")
@@ -96,10 +97,14 @@ class Guard:
             if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
                 return Failure(403, "requests from other sites' pages are not answered")
         path = scope["path"]
-        scope["slipstream.authorized"] = self._authorized(headers)
+        scope["slipstream.authorized"] = self._authorized(headers) or self._has_client_secret(scope, headers)
         if path in OPEN_PATHS or path == "/" or scope["slipstream.authorized"]:
             return None
         return Failure(401, "this server needs its key: Authorization: Bearer KEY", code="invalid_api_key")
+
+    def _has_client_secret(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        """A client secret opens a WebSocket, and nothing else."""
+        return scope["type"] == "websocket" and self._key is not None and is_valid(token_of(headers), self._key)
 
     def _authorized(self, headers: dict[bytes, bytes]) -> bool:
         if self._key is None:

@@ -27,27 +27,29 @@ async def models(http: HttpRequest) -> Response:
     """GET /v1/models. Anthropic's clients, which send a version of its API, get Anthropic's form."""
     front: Front = http.app.state.front
     if "anthropic-version" in http.headers:
-        return as_json({"data": [_anthropic_card(front)], "has_more": False, "first_id": front.model, "last_id": front.model})
-    return as_json({"object": "list", "data": [_card(front)]})
+        cards = [_anthropic_card(front, name) for name in front.models]
+        return as_json({"data": cards, "has_more": False, "first_id": front.models[0], "last_id": front.models[-1]})
+    return as_json({"object": "list", "data": [_card(front, name) for name in front.models]})
 
 
 async def model(http: HttpRequest) -> Response:
     """GET /v1/models/{id}."""
     front: Front = http.app.state.front
     front.check_model(http.path_params["id"])
-    return as_json(_anthropic_card(front) if "anthropic-version" in http.headers else _card(front))
+    name = http.path_params["id"]
+    return as_json(_anthropic_card(front, name) if "anthropic-version" in http.headers else _card(front, name))
 
 
-def _anthropic_card(front: Front) -> dict:
+def _anthropic_card(front: Front, name: str) -> dict:
     created = datetime.datetime.fromtimestamp(front.created, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     most = front.engine.limits.max_len if front.engine.limits else None
-    card = {"type": "model", "id": front.model, "display_name": front.model, "created_at": created, "lifecycle": "active"}
+    card = {"type": "model", "id": name, "display_name": name, "created_at": created, "lifecycle": "active"}
     return {**card, "max_input_tokens": most, "max_tokens": most}
 
 
-def _card(front: Front) -> dict:
+def _card(front: Front, name: str) -> dict:
     limits = front.engine.limits
-    card = {"id": front.model, "object": "model", "created": front.created, "owned_by": "slipstream"}
+    card = {"id": name, "object": "model", "created": front.created, "owned_by": "slipstream"}
     card |= {"root": front.engine_config.model, "max_model_len": limits.max_len if limits else None}
     return {**card, "vocab_size": front.tokenizer.vocab_size if front.tokenizer else None}
 

@@ -29,6 +29,14 @@ def test_anthropic_s_client_lists_the_models(front):
             client.models.retrieve("other")
 
 
+def test_every_name_that_the_model_is_served_under_is_taken(own_front):
+    front = own_front(served_model_name=["gpt-4o", "org/m"])
+    assert [m["id"] for m in front.client.get("/v1/models").json()["data"]] == ["gpt-4o", "org/m"]
+    assert front.client.get("/v1/models/org/m").json()["id"] == "org/m"
+    for name, status in (("gpt-4o", 200), ("org/m", 200), ("fake", 404)):
+        assert front.client.post("/tokenize", json={"model": name, "prompt": "a"}).status_code == status
+
+
 def test_tokenize_and_back(front):
     b = front.client.post("/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
     assert b["tokens"] == list("aé".encode()) and b["count"] == 3 and b["max_model_len"] == 512

@@ -1,25 +1,20 @@
-"""/v1/audio/transcriptions, /v1/audio/translations and /v1/audio/speech of a composite model. Mounted where one is served.
+"""/v1/audio/transcriptions and /v1/audio/translations of a composite model, and what its other audio routes share.
 
 Uploads stay in memory, within limits, and are gone with their request; decoding and encoding run in threads.
 """
 
 import asyncio
-import base64
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
-import numpy as np
-from msgspec import Meta
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.components.speech import MAX_SPEED, MIN_SPEED, RATE, VOICES
 from slipstream.errors import BadRequest
 from slipstream.graph.conductor import RequestFailed
 from slipstream.serve.audio import audio_file
@@ -28,16 +23,21 @@ from slipstream.serve.audio.audio_text import render
 from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
-from slipstream.serve.request_body import READ_SECONDS, read
+from slipstream.serve.openai.generate import EVENT_HEADERS
+from slipstream.serve.request_body import READ_SECONDS
 
 HEARD_RATE = 16_000
 MAX_BODY = audio_file.MAX_BYTES + (64 << 10)
-MAX_INPUT = 4096  # characters to speak, as OpenAI has it
 _threads = ThreadPoolExecutor(2, "audio")
+_decoders = ThreadPoolExecutor(2, "decode")  # each waits for a process; what is spoken meanwhile does not wait for uploads
 
 
 async def in_thread(work, *args) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_threads, work, *args)
+
+
+async def in_decoder(work, *args) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(_decoders, work, *args)
 
 
 def composite_of(http) -> Composite:
@@ -96,8 +96,11 @@ def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
     shape = form.get("response_format", "json")
     if shape not in TEXT_FORMATS:
         raise BadRequest(f"response_format: {shape[:50]!r} is not one of {', '.join(TEXT_FORMATS)}", "response_format")
-    if set(form.get("timestamp_granularities[]", [])) - {"segment"}:
-        raise BadRequest("timestamp_granularities: only segment is supported", "timestamp_granularities[]")
+    granularities = set(form.get("timestamp_granularities[]", []))
+    if granularities - {"segment", "word"}:
+        raise BadRequest("timestamp_granularities: only segment and word", "timestamp_granularities[]")
+    if "word" in granularities and shape != "verbose_json":
+        raise BadRequest("timestamp_granularities: word only with response_format verbose_json", "timestamp_granularities[]")
     try:
         temperature = float(form.get("temperature", 0) or 0)
     except ValueError:
@@ -108,6 +111,7 @@ def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
     if stream and shape not in ("json", "text"):
         raise BadRequest("stream: only with response_format json or text", "stream")
     params = {"language": form.get("language") or None, "prompt": form.get("prompt", ""), "temperature": temperature}
+    params["words"] = "word" in granularities
     return shape, params, stream
 
 
@@ -117,7 +121,7 @@ async def transcriptions(http: Request) -> Response:
     form = await form_of(http)
     front.check_model(form.get("model"))
     shape, params, stream = _transcription(form)
-    audio = await in_thread(audio_file.decode, form.pop("file"), HEARD_RATE)
+    audio = await in_decoder(audio_file.decode, form.pop("file"), HEARD_RATE)
     call = composite.open("transcribe", ("heard", "segments"), ("audio",), params)
     call.watch(http.receive, http.scope.get("slipstream.cut"))
     call.feed("audio", audio)
@@ -133,7 +137,8 @@ async def transcriptions(http: Request) -> Response:
     if call.gone:
         return Response(status_code=499)
     language = params["language"] or "en"
-    kind, body = render(shape, text.strip(), segments, len(audio) / HEARD_RATE, language)
+    timed = form.get("timestamp_granularities[]", ("segment",))
+    kind, body = render(shape, text.strip(), segments, len(audio) / HEARD_RATE, language, timed)
     return Response(body, media_type=kind)
 
 
@@ -153,69 +158,6 @@ async def translations(http: Request) -> Response:
     raise BadRequest(f"model: {http.app.state.front.model!r} hears English only and cannot translate", "model")
 
 
-class SpeechBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/audio/speech."""
-
-    input: Annotated[str, Meta(min_length=1, max_length=MAX_INPUT)]
-    model: str | None = None
-    voice: str | dict[str, str] = VOICES[0]
-    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = "mp3"
-    speed: Annotated[float, Meta(ge=0.25, le=4.0)] = 1.0
-    stream_format: Literal["sse", "audio"] | None = None
-    stream: bool | None = None
-    instructions: str | None = None
-
-
-def check_voice(voice: str | dict[str, str], param: str = "voice") -> None:
-    name = voice.get("id", "") if isinstance(voice, dict) else voice
-    if name not in VOICES:
-        raise BadRequest(f"voice: {name[:50]!r} is not one of {', '.join(VOICES)}", param)
-
-
-def check_speed(speed: float) -> None:
-    if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise BadRequest(f"speed: this voice speaks at {MIN_SPEED} to {MAX_SPEED} times its pace", "speed")
-
-
-async def speech(http: Request) -> Response:
-    """POST /v1/audio/speech. Whole by default; `stream_format` or `stream` sends wav and pcm as they are made."""
-    front, composite = http.app.state.front, composite_of(http)
-    body = await read(http, SpeechBody)
-    front.check_model(body.model)
-    check_voice(body.voice)
-    check_speed(body.speed)
-    if body.instructions:
-        raise BadRequest("instructions: this voice takes none", "instructions")
-    if why := audio_file.unavailable(body.response_format):
-        raise BadRequest(f"response_format: {why}", "response_format")
-    streamed = bool(body.stream) or body.stream_format is not None
-    if streamed and body.response_format not in ("wav", "pcm"):
-        raise BadRequest("response_format: only wav and pcm can be streamed", "response_format")
-    call = composite.open("speak", ("audio",), ("text",), {"speed": body.speed})
-    call.watch(http.receive, http.scope.get("slipstream.cut"))
-    call.feed("text", body.input)
-    if body.stream_format == "sse":
-        return Events(call, _speech_events(call, body.response_format))
-    kind = audio_file.FORMATS[body.response_format][0]
-    if streamed:
-        return Sound(call, body.response_format, kind)
-    async with call:
-        parts = [output.value async for output in call.run if output.value is not None]
-    if call.gone:
-        return Response(status_code=499)
-    samples = np.concatenate(parts) if parts else np.zeros(RATE // 4, np.int16)
-    return Response(await in_thread(audio_file.encode, samples, RATE, body.response_format), media_type=kind)
-
-
-async def _speech_events(call: Call, format: str) -> AsyncIterator[dict]:
-    if format == "wav":
-        yield {"type": "speech.audio.delta", "audio": base64.b64encode(audio_file.wav_header(RATE, None)).decode()}
-    async for output in call.run:
-        if output.value is not None:
-            yield {"type": "speech.audio.delta", "audio": base64.b64encode(audio_file.pcm16(output.value)).decode()}
-    yield {"type": "speech.audio.done"}
-
-
 class Events(Response):
     """Server-sent events of a call. A failure is the last event, by name, and never a clean end."""
 
@@ -224,10 +166,9 @@ class Events(Response):
         self.call, self.events, self.done = call, events, done
 
     async def __call__(self, scope, receive, send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         call = self.call
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
             async for event in self.events:
                 await call.write(send, b"data: " + json.dumps(event).encode() + b"\n\n", True)
             if not call.gone:
@@ -244,27 +185,3 @@ def failure_of(error: Exception) -> Failure:
         code = "component_refused" if error.status < 500 else "component_failed"
         return Failure(error.status, str(error), error.param, code)
     return to_failure(error)
-
-
-class Sound(Response):
-    """Audio as it is made. A failure cuts the connection, so that no client takes a part for the whole."""
-
-    def __init__(self, call: Call, format: str, kind: str):
-        super().__init__()
-        self.call, self.format, self.kind = call, format, kind
-
-    async def __call__(self, scope, receive, send) -> None:
-        call = self.call
-        try:
-            first = await anext(call.run, None)
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", self.kind.encode())]})
-            if self.format == "wav":
-                await call.write(send, audio_file.wav_header(RATE, None), True)
-            while first is not None:
-                if first.value is not None:
-                    await call.write(send, audio_file.pcm16(first.value), True)
-                first = await anext(call.run, None)
-            if not call.gone:
-                await call.write(send, b"", False)
-        finally:
-            call.close()

@@ -1,5 +1,7 @@
 """What was heard, in the response formats of /v1/audio/transcriptions. Pure; standard library and msgspec."""
 
+from collections.abc import Collection
+
 import msgspec
 
 FORMATS = ("json", "text", "verbose_json", "srt", "vtt")
@@ -10,8 +12,10 @@ def _clock(seconds: float, comma: str) -> str:
     return f"{ms // 3_600_000:02}:{ms // 60_000 % 60:02}:{ms // 1000 % 60:02}{comma}{ms % 1000:03}"
 
 
-def render(format: str, text: str, segments: list[dict], seconds: float, language: str) -> tuple[str, bytes]:
-    """(content type, body). Times of segments are in seconds."""
+def render(
+    format: str, text: str, segments: list[dict], seconds: float, language: str, granularities: Collection[str] = ("segment",)
+) -> tuple[str, bytes]:
+    """(content type, body). Times of segments are in seconds; `granularities` says which times verbose_json has."""
     if format == "text":
         return "text/plain; charset=utf-8", (text + "\n").encode()
     if format == "srt":
@@ -23,9 +27,15 @@ def render(format: str, text: str, segments: list[dict], seconds: float, languag
     if format == "vtt":
         parts = [f"{_clock(s['start'], '.')} --> {_clock(s['end'], '.')}\n{s['text'].strip()}\n" for s in segments]
         return "text/vtt; charset=utf-8", "\n".join(["WEBVTT\n", *parts]).encode()
+    usage = {"type": "duration", "seconds": round(seconds)}
     if format == "json":
-        usage = {"type": "duration", "seconds": round(seconds)}
         return "application/json", msgspec.json.encode({"text": text, "usage": usage})
-    numbered = [{"id": i, "seek": 0, **s} for i, s in enumerate(segments)]
+    timed: dict[str, list[dict]] = {}
+    if "segment" in granularities:
+        timed["segments"] = [
+            {"id": i, "seek": 0, **{k: v for k, v in s.items() if k != "words"}} for i, s in enumerate(segments)
+        ]
+    if "word" in granularities:
+        timed["words"] = [word for s in segments for word in s["words"]]
     body = {"task": "transcribe", "language": "english" if language == "en" else language, "duration": round(seconds, 3)}
-    return "application/json", msgspec.json.encode({**body, "text": text, "segments": numbered})
+    return "application/json", msgspec.json.encode({**body, "text": text, **timed, "usage": usage})

@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from slipstream.components.speech import RATE, VOICES
 from slipstream.errors import BadRequest
-from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, check_voice, composite_of, in_thread
+from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, composite_of, in_decoder, in_thread
+from slipstream.serve.audio.speech import check_voice
 from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, Message, RefusalPart, TextPart
@@ -24,14 +25,13 @@ from slipstream.serve.openai.generate import answer_chat
 from slipstream.serve.request_body import read
 from slipstream.serve.text.params import make_plan
 
-FORMATS = ("wav", "mp3", "flac", "opus", "pcm16")
 MAX_AUDIO_PARTS = 8
 _EXPIRES = 3600
 
 
 class InputAudio(msgspec.Struct, forbid_unknown_fields=True):
     data: str
-    format: Literal["wav", "mp3", "flac", "ogg", "opus"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "webm", "m4a"]
 
 
 class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ async def chat(http: Request) -> Response:
     front.check_model(body.model)
     shape = _check(body, speaks, front)
     composite = composite_of(http)
-    heard = [await in_thread(_decode, data, name) for data, name in spoken]
+    heard = [await in_decoder(_decode, data, name) for data, name in spoken]
     messages = await _messages(composite, body, heard[:-1])
     params = {"body": _rest(body), "messages": messages}
     wanted = ("text", "finish", *(("audio",) if speaks else ()))

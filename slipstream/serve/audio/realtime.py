@@ -14,14 +14,17 @@ from typing import Any
 import numpy as np
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from slipstream.components.speech import RATE
-from slipstream.errors import BadRequest, SlipstreamError
-from slipstream.serve.audio.audio import HEARD_RATE, failure_of
-from slipstream.serve.audio.audio_file import Resampler
-from slipstream.serve.audio.realtime_answer import Answering
-from slipstream.serve.audio.realtime_session import Conversation, Settings
+from slipstream.errors import BadRequest
+from slipstream.serve.audio.audio import in_thread
+from slipstream.serve.audio.client_secret import settings_of
+from slipstream.serve.audio.realtime_answer import Answering, Gone, logged
+from slipstream.serve.audio.realtime_hearing import Hearing
+from slipstream.serve.audio.realtime_session import Conversation, Item, fitted
+from slipstream.serve.audio.realtime_settings import Settings
+from slipstream.serve.audio.secret_token import token_of
 from slipstream.serve.audio.vad import Detector
-from slipstream.serve.engine.composite import Call, Composite
+from slipstream.serve.audio.wire_format import WireFormat
+from slipstream.serve.engine.composite import Composite
 from slipstream.serve.front import Front
 
 SEND_SECONDS = 20.0  # that one event may wait for a client to read
@@ -30,17 +33,18 @@ MAX_TURN_SECONDS = 60
 MIN_TURN_SECONDS = 0.1
 
 
-class Gone(Exception):
-    """The client does not read, or is gone."""
-
-
 async def realtime(ws: WebSocket) -> None:
     """The WebSocket route."""
     front: Front = ws.app.state.front
     assert front.composite
     sessions: set[Session] = ws.app.state.__dict__.setdefault("realtime_sessions", set())
-    await ws.accept()
-    session = Session(ws, front, front.composite)
+    offered = ws.scope.get("subprotocols", ())
+    await ws.accept("realtime" if "realtime" in offered else None)  # a browser wants one of those that it offered
+    begins_with = settings_of(ws.app.state, token_of(dict(ws.scope["headers"])))
+    settings = begins_with or Settings(front.model, tuple(front.models))
+    if ws.query_params.get("intent") == "transcription":
+        settings = settings.updated({"type": "transcription"})
+    session = Session(ws, front, front.composite, settings)
     if len(sessions) >= MAX_SESSIONS or front.engine.draining:
         await session.error("the server takes no more sessions now", code="unavailable")
         return await ws.close(1013)
@@ -61,9 +65,9 @@ async def realtime(ws: WebSocket) -> None:
 class Session:
     """One client. Its own events are handled in order; the answer under way is a task beside."""
 
-    def __init__(self, ws: WebSocket, front: Front, composite: Composite):
+    def __init__(self, ws: WebSocket, front: Front, composite: Composite, settings: Settings):
         self.ws, self.front, self.composite = ws, front, composite
-        self.settings = Settings(model=front.model)
+        self.settings = settings
         self.talk = Conversation()
         self._detector: Detector | None = None
         self._padding: list[np.ndarray] = []  # samples from before speech began
@@ -83,8 +87,10 @@ class Session:
             try:
                 event = _event(message.get("text"))
                 await self._on(event)
-            except SlipstreamError as e:
-                failure = failure_of(e)
+            except Gone:
+                raise
+            except Exception as e:
+                failure = logged(e)
                 await self.error(failure.message, failure.param, event.get("event_id"), failure.code)
 
     async def send(self, type: str, **fields: Any) -> None:
@@ -120,17 +126,21 @@ class Session:
         await handler(event)
 
     async def _on_session_update(self, event: dict[str, Any]) -> None:
-        self.settings = self.settings.updated(event.get("session"))
+        new = self.settings.updated(event.get("session"))
+        if self._hearing is not None and new.hears_as != self.settings.hears_as:
+            where = "session.audio.input.format"
+            raise BadRequest(f"{where}: the buffer holds audio of another format; commit or clear it first", where)
+        self.settings = new
         self._reset_turns()
         await self.send("session.updated", session=self.settings.describe())
 
     def _reset_turns(self) -> None:
         turns = self.settings.turns
-        self._detector = Detector(RATE, turns) if turns else None
+        self._detector = Detector(self.settings.hears_as.rate, turns) if turns else None
         self._padding = []
 
     async def _on_input_audio_buffer_append(self, event: dict[str, Any]) -> None:
-        samples = _samples(event.get("audio"))
+        samples = _samples(event.get("audio"), self.settings.hears_as)
         if self._detector is None:
             await self._hear(samples)
             return
@@ -145,7 +155,7 @@ class Session:
         if self._detector.speaking or before:
             await self._hear(samples)
         elif self.settings.turns:
-            keep = RATE * self.settings.turns.prefix_padding_ms // 1000
+            keep = self.settings.hears_as.rate * self.settings.turns.prefix_padding_ms // 1000
             self._padding = [np.concatenate([*self._padding, samples])[-keep:]] if keep else []
 
     async def _began(self) -> None:
@@ -160,10 +170,12 @@ class Session:
     async def _hear(self, samples: np.ndarray) -> None:
         if not len(samples):
             return
+        rate = self.settings.hears_as.rate
         if self._hearing is None:
-            call = self.composite.open("transcribe", ("heard",), ("audio",), {"timestamps": True})
-            self._hearing = Hearing(call)
-        if self._hearing.seconds + len(samples) / RATE > MAX_TURN_SECONDS:
+            prompt = self.settings.transcription.get("prompt") or ""
+            call = self.composite.open("transcribe", ("heard",), ("audio",), {"timestamps": True, "prompt": prompt})
+            self._hearing = Hearing(call, rate)
+        if self._hearing.seconds + len(samples) / rate > MAX_TURN_SECONDS:
             self._drop_hearing()
             raise BadRequest(f"audio: a turn is at most {MAX_TURN_SECONDS} s; the buffer was cleared", "audio")
         await self._hearing.feed(samples)
@@ -194,30 +206,38 @@ class Session:
         await self.send("input_audio_buffer.committed", item_id=item.id, previous_item_id=item.previous)
         await self.send("conversation.item.added", item=item.describe(), previous_item_id=item.previous)
         item.words = self._task(self._words(hearing, item))
-        if auto and self.settings.answers:
+        if auto and self.settings.answers and not self.settings.transcribes:
             await self._respond({})
 
-    async def _words(self, hearing: "Hearing", item) -> str:
+    async def _words(self, hearing: Hearing, item: Item) -> str:
+        kind, text = "conversation.item.input_audio_transcription", ""
         try:
-            text = await hearing.words()
-        except SlipstreamError as e:
+            async for piece in hearing.words():
+                text += piece
+                await self.send(f"{kind}.delta", item_id=item.id, content_index=0, delta=piece)
+        except Gone:
+            raise
+        except Exception as e:
             await self.send(
-                "conversation.item.input_audio_transcription.failed",
-                item_id=item.id, content_index=0, error={"type": "server_error", "message": str(e)},
+                f"{kind}.failed",
+                item_id=item.id, content_index=0, error={"type": "server_error", "message": logged(e).message},
             )  # fmt: skip
             text = ""
         item.text = text
         await self.send(
-            "conversation.item.input_audio_transcription.completed",
+            f"{kind}.completed",
             item_id=item.id, content_index=0, transcript=text, usage={"type": "duration", "seconds": round(hearing.seconds, 2)},
         )  # fmt: skip
         await self.send("conversation.item.done", item=item.describe(), previous_item_id=item.previous)
         return text
 
     async def _on_conversation_item_create(self, event: dict[str, Any]) -> None:
-        item = self.talk.create(event.get("item"))
+        item = self.talk.create(event.get("item"), event.get("previous_item_id"))
         await self.send("conversation.item.added", item=item.describe(), previous_item_id=item.previous)
         await self.send("conversation.item.done", item=item.describe(), previous_item_id=item.previous)
+
+    async def _on_conversation_item_retrieve(self, event: dict[str, Any]) -> None:
+        await self.send("conversation.item.retrieved", item=self.talk.find(event.get("item_id")).describe())
 
     async def _on_conversation_item_delete(self, event: dict[str, Any]) -> None:
         self.talk.delete(event.get("item_id"))
@@ -239,11 +259,23 @@ class Session:
     # -- answers
 
     async def _respond(self, given: dict[str, Any]) -> None:
+        if self.settings.transcribes:
+            raise BadRequest("type: a transcription session gives no answers", "type")
         if self._answer is not None:
             raise BadRequest("an answer is under way; cancel it or wait for response.done", "type")
         settings = self.settings.for_response(given)
         self._answer = Answering(self, settings)
         self._task(self._answer.run())
+
+    async def messages(self, settings: Settings) -> list[dict[str, Any]]:
+        """The conversation as the language model reads it; where it is longer than that, without its oldest messages."""
+        messages = self.talk.messages(settings.instructions)
+        limits, tokenizer = self.front.engine.limits, self.front.ready_tokenizer()
+        if not settings.truncates or limits is None:
+            return messages
+        answer = min(settings.max_tokens or limits.max_len, limits.max_len // 2)
+        room = limits.max_len - answer - len(str(settings.tools)) // 2  # two characters a token, at least
+        return await in_thread(fitted, messages, room, lambda text: len(tokenizer.encode(text, False)))
 
     def answered(self, answer: "Answering") -> None:
         if self._answer is answer:
@@ -263,27 +295,6 @@ async def _quiet(work) -> Any:
         return None
 
 
-class Hearing:
-    """One turn of the client's speech, on its way into a running request."""
-
-    def __init__(self, call: Call):
-        self.call = call
-        self.seconds = 0.0
-        self._resampler = Resampler(RATE, HEARD_RATE)
-
-    async def feed(self, samples: np.ndarray) -> None:
-        self.seconds += len(samples) / RATE
-        await self.call.run.feed("audio", self._resampler.feed(samples))
-
-    async def words(self) -> str:
-        """Ends the input and returns what was heard."""
-        try:
-            await self.call.run.feed("audio", self._resampler.feed(np.zeros(0, np.float32), last=True), True)
-            return "".join([o.value async for o in self.call.run if o.value is not None]).strip()
-        finally:
-            self.call.close()
-
-
 def _event(text: str | None) -> dict[str, Any]:
     """text: None of a binary message."""
     try:
@@ -295,12 +306,9 @@ def _event(text: str | None) -> dict[str, Any]:
     return event
 
 
-def _samples(data: Any) -> np.ndarray:
-    """base64 of 16-bit samples at 24 kHz to float32."""
+def _samples(data: Any, format: WireFormat) -> np.ndarray:
+    """base64 of a format's samples to float32."""
     try:
-        raw = base64.b64decode(data, validate=True)
+        return format.decode(base64.b64decode(data, validate=True))
     except (TypeError, ValueError, binascii.Error):
-        raise BadRequest("audio: expected base64 of 16-bit samples at 24000 Hz", "audio") from None
-    if len(raw) % 2:
-        raise BadRequest("audio: holds half a sample", "audio")
-    return np.frombuffer(raw, "<i2").astype(np.float32) / 32768
+        raise BadRequest(f"audio: expected base64 of {format.type} at {format.rate} Hz, in whole samples", "audio") from None

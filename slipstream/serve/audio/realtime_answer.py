@@ -1,17 +1,35 @@
 """One answer of a realtime session: a `chat` request of its own, told to the client as it goes."""
 
 import base64
+import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slipstream.components.speech import RATE
-from slipstream.errors import SlipstreamError
 from slipstream.serve.audio.audio import failure_of
-from slipstream.serve.audio.audio_file import pcm16
-from slipstream.serve.audio.realtime_session import Settings
+from slipstream.serve.audio.audio_file import Resampler
+from slipstream.serve.audio.realtime_session import Item
+from slipstream.serve.audio.realtime_settings import Settings
+from slipstream.serve.errors import Failure
 
 if TYPE_CHECKING:
     from slipstream.serve.audio.realtime import Session
+
+log = logging.getLogger("slipstream.http")
+
+
+class Gone(Exception):
+    """The client does not read, or is gone."""
+
+
+def logged(error: Exception) -> Failure:
+    """What a client is told; what nobody foresaw goes to the log with its traceback."""
+    failure = failure_of(error)
+    if failure.code == "internal_error":
+        log.error("realtime: fault in the front end", exc_info=error)
+    return failure
 
 
 class Answering:
@@ -23,9 +41,12 @@ class Answering:
         self.item = session.talk.reserve("assistant", "audio" if settings.speaks else "text")
         self.call: Any = _NoCall()
         self.cancelled: str | None = None
-        self.finish: dict[str, Any] = {"reason": "stop", "usage": None}
+        self.finish: dict[str, Any] = {"reason": "stop", "usage": None, "calls": []}
+        self.items: list[Item] = []  # of the conversation that this answer has made
         self.samples = 0
-        self._begun = False
+        format = settings.speaks_as
+        self._resampler = Resampler(RATE, format.rate) if format.rate != RATE else None
+        self._begun = self._message_ended = False
         self._ended = False
 
     async def cancel(self, why: str) -> None:
@@ -41,7 +62,7 @@ class Answering:
             await session.talk.settled()
             if self.cancelled:
                 return
-            messages = session.talk.messages(self.settings.instructions)
+            messages = await session.messages(self.settings)
             wanted = ("text", "finish", *(("audio",) if self.settings.speaks else ()))
             params = {"body": self.settings.body(), "messages": messages, "speed": self.settings.speed}
             self.call = session.composite.open("chat", wanted, ("messages",), params)
@@ -49,10 +70,14 @@ class Answering:
             await self._speak()
             if not self.cancelled:
                 length = self.finish["reason"] == "length"
+                if not length:
+                    await self._call()
                 details = {"type": "incomplete", "reason": "max_output_tokens"} if length else None
                 await self._end("incomplete" if length else "completed", details)
-        except SlipstreamError as e:
-            failure = failure_of(e)
+        except Gone:
+            raise
+        except Exception as e:
+            failure = logged(e)
             error = {"type": "server_error", "code": str(failure.code or failure.status), "message": failure.message}
             if not self.cancelled:
                 await self._end("failed", {"type": "failed", "error": error})
@@ -76,8 +101,35 @@ class Answering:
                 await self.session.send(kind, **self._at(), delta=output.value)
             else:
                 self.samples += len(output.value)
-                data = base64.b64encode(pcm16(output.value)).decode()
-                await self.session.send("response.output_audio.delta", **self._at(), delta=data)
+                await self._sound(output.value)
+        if self._resampler and self.samples and not self.cancelled:
+            await self._sound(np.zeros(0, np.int16), last=True)
+
+    async def _sound(self, samples: np.ndarray, last: bool = False) -> None:
+        """int16 samples at RATE to the client, in its format."""
+        if self._resampler:
+            samples = self._resampler.feed(samples.astype(np.float32) / 32768, last)
+        if len(samples):
+            data = base64.b64encode(self.settings.speaks_as.encode(samples)).decode()
+            await self.session.send("response.output_audio.delta", **self._at(), delta=data)
+
+    async def _call(self) -> None:
+        """The calls of functions that the answer makes, each an item of its own after the message."""
+        await self._end_message("completed")
+        send = self.session.send
+        for call_id, name, arguments in self.finish["calls"]:
+            item = self.session.talk.add("", "function_call")
+            item.call_id, item.name = call_id, name
+            place = {"response_id": self.id, "output_index": len(self.items)}
+            self.items.append(item)
+            at = {**place, "item_id": item.id, "call_id": call_id}
+            await send("response.output_item.added", **place, item=item.describe("in_progress"))
+            await send("conversation.item.added", item=item.describe("in_progress"), previous_item_id=item.previous)
+            await send("response.function_call_arguments.delta", **at, delta=arguments)
+            item.text = arguments
+            await send("response.function_call_arguments.done", **at, name=name, arguments=arguments)
+            await send("response.output_item.done", **place, item=item.describe())
+            await send("conversation.item.done", item=item.describe(), previous_item_id=item.previous)
 
     def _at(self) -> dict[str, Any]:
         return {"response_id": self.id, "item_id": self.item.id, "output_index": 0, "content_index": 0}
@@ -91,7 +143,7 @@ class Answering:
             return
         self._begun = True
         send, place = self.session.send, {"response_id": self.id, "output_index": 0}
-        self.session.talk.append(self.item)
+        self.items.append(self.session.talk.append(self.item))
         await send("response.output_item.added", **place, item=self.item.describe("in_progress"))
         await send("conversation.item.added", item=self.item.describe("in_progress"), previous_item_id=self.item.previous)
         await send("response.content_part.added", **self._at(), part={**self._part(), "transcript": ""})
@@ -101,19 +153,24 @@ class Answering:
             return
         self._ended = True
         self.session.answered(self)
+        await self._end_message(status)
+        await self.session.send("response.done", response=self._describe(status, details))
+
+    async def _end_message(self, status: str) -> None:
+        if not self._begun or self._message_ended:
+            return
+        self._message_ended = True
         send = self.session.send
         self.item.milliseconds = self.samples * 1000 // RATE
-        if self._begun:
-            if self.settings.speaks:
-                await send("response.output_audio.done", **self._at())
-                await send("response.output_audio_transcript.done", **self._at(), transcript=self.item.text)
-            else:
-                await send("response.output_text.done", **self._at(), text=self.item.text)
-            await send("response.content_part.done", **self._at(), part=self._part())
-            done = self.item.describe("completed" if status == "completed" else "incomplete")
-            await send("response.output_item.done", response_id=self.id, output_index=0, item=done)
-            await send("conversation.item.done", item=done, previous_item_id=self.item.previous)
-        await send("response.done", response=self._describe(status, details))
+        if self.settings.speaks:
+            await send("response.output_audio.done", **self._at())
+            await send("response.output_audio_transcript.done", **self._at(), transcript=self.item.text)
+        else:
+            await send("response.output_text.done", **self._at(), text=self.item.text)
+        await send("response.content_part.done", **self._at(), part=self._part())
+        done = self.item.describe("completed" if status == "completed" else "incomplete")
+        await send("response.output_item.done", response_id=self.id, output_index=0, item=done)
+        await send("conversation.item.done", item=done, previous_item_id=self.item.previous)
 
     def _describe(self, status: str, details: dict[str, Any] | None = None) -> dict[str, Any]:
         usage = self.finish["usage"] or {}
@@ -123,7 +180,7 @@ class Answering:
             "object": "realtime.response",
             "status": status,
             "status_details": details,
-            "output": [self.item.describe(status)] if self._begun else [],
+            "output": [item.describe(status if item is self.item else "completed") for item in self.items],
             "output_modalities": ["audio" if self.settings.speaks else "text"],
             "usage": {**counts, "total_tokens": sum(counts.values())} if self.finish["usage"] else None,
         }

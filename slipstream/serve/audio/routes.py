@@ -2,13 +2,15 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.routing import Route, WebSocketRoute
 
 from slipstream.graph.conductor import RequestFailed
-from slipstream.serve.audio.audio import SpeechBody, failure_of, speech, transcriptions, translations
+from slipstream.serve.audio.audio import failure_of, transcriptions, translations
 from slipstream.serve.audio.audio_text import FORMATS
 from slipstream.serve.audio.chat import VoiceChatBody, chat
+from slipstream.serve.audio.client_secret import ClientSecretBody, client_secrets
 from slipstream.serve.audio.realtime import realtime
+from slipstream.serve.audio.speech import SpeechBody, speech, voices
 from slipstream.serve.errors import Failed
 from slipstream.serve.openapi import EVENTS, JSON, TEXT, Operation
 
@@ -37,19 +39,26 @@ def documented() -> dict[tuple[str, str], Operation]:
         ("post", "/v1/audio/transcriptions"): Operation("Write down what is said", form=_UPLOAD, answers=heard),
         ("post", "/v1/audio/translations"): Operation("Refused: the model does not translate", form=_UPLOAD, answers=heard),
         ("post", "/v1/audio/speech"): Operation("Speak a text", SpeechBody, answers=_SOUND),
+        ("get", "/v1/audio/voices"): Operation("The voices that can speak"),
+        ("post", "/v1/realtime/client_secrets"): Operation("A key for /v1/realtime that ends soon", ClientSecretBody),
     }
 
 
-def routes() -> list[BaseRoute]:
-    """Route list for `app.build`; they stand before the plain ones."""
+def routes() -> list[Route | WebSocketRoute]:
+    """Route list for `app.build`; a plain route of the same path gives way."""
+    gets = {"/v1/audio/voices": voices}
     posts = {
         "/v1/chat/completions": chat,
         "/v1/audio/transcriptions": transcriptions,
         "/v1/audio/translations": translations,
         "/v1/audio/speech": speech,
+        "/v1/realtime/client_secrets": client_secrets,
     }
-    spoken: list[BaseRoute] = [Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()]
-    return [*spoken, WebSocketRoute("/v1/realtime", realtime)]
+    return [
+        *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+        *(Route(path, _named(handler), methods=["POST"]) for path, handler in posts.items()),
+        WebSocketRoute("/v1/realtime", realtime),
+    ]
 
 
 def _named(handler):

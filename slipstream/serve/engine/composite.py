@@ -19,10 +19,12 @@ from slipstream.graph.worker import FRONT, build_steps
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.openai.bodies import ChatBody
+from slipstream.serve.openai.chat import plan_chat
+from slipstream.serve.openai.read_writer import gather
 from slipstream.serve.openai.writers import usage
+from slipstream.serve.text.calls import Part
 from slipstream.serve.text.choice import Choice
-from slipstream.serve.text.params import GenerationParams, make_plan
-from slipstream.serve.text.prompts import Prompt, chat_prompt, prepare
+from slipstream.serve.text.prompts import prepare
 from slipstream.system.framing import BadFrame
 from slipstream.transport.arena import Arena
 
@@ -81,23 +83,24 @@ class Composite:
         tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
         body = msgspec.convert({**params.get("body", {}), "messages": messages, "stream": True}, ChatBody)
 
-        def work() -> tuple[GenerationParams, Prompt]:
-            plan = make_plan(body, tokenizer)
-            return plan, chat_prompt(body, plan, tokenizer, limits)
-
-        plan, prompt = await prepare(None, work)
         from slipstream.serve.openai.generate import requests_of
 
+        plan, (prompt,) = await prepare(None, lambda: plan_chat(body, front.dialect, tokenizer, limits))
+        if plan.structure is not None and front.grammars is not None:
+            await front.grammars.check(plan.structure)
         generation = Generation(front.engine)
         ((_, request),) = requests_of(front, plan, [prompt])
         born = time.monotonic()
         answer = Choice(0, prompt, request, plan, tokenizer, front.engine, front.metrics, generation.notify, born)
+        parts: list[Part] = []
         try:
             generation.start([answer], _never)
             while await generation.changed():
-                if text := answer.take().text:
+                piece = answer.take()
+                parts += piece.parts
+                if text := piece.text or "".join(part.text for part in piece.parts if part.kind == "content"):
                     yield "text", text
-            yield "finish", {"reason": answer.finish_reason, "usage": usage([answer], 1)}
+            yield "finish", {"reason": answer.finish_reason, "usage": usage([answer], 1), "calls": gather(parts).calls}
         except Failed as e:
             failure = e.failure
             if failure.status < 500:
