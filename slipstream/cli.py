@@ -1,7 +1,8 @@
 """The `slipstream` command: one table of commands, each a module that is imported only when it is asked for.
 
-Imports the standard library and `errors` alone, so that `slipstream serve` starts fast and its process, the supervisor, never
-holds PyTorch or the HTTP stack. A command's module has `add_arguments(parser)` and `run(args) -> exit status`.
+Imports the standard library, `errors` and `system.say` alone, so that `slipstream serve` starts fast and its process, the
+supervisor, never holds PyTorch or the HTTP stack. A command's module has `add_arguments(parser)` and `run(args)`, which returns
+the exit status.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 from slipstream import __version__
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.system.say import open_standard_streams
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("slipstream.commands.serve", "serve a model over HTTP, with the API of OpenAI"),
@@ -71,6 +73,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for a failure, 2 for a mistake in flags or configuration."""
     key = None
+    open_standard_streams()
     if argv is None:
         key = _take_key()
         argv = sys.argv[1:]

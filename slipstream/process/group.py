@@ -228,8 +228,10 @@ class Group:
             m.control.close()
         self.members = []
 
-    def record(self, folder: pathlib.Path) -> pathlib.Path | None:
+    def record(self, folder: pathlib.Path) -> pathlib.Path:
         """Writes every rank's flight record (words and latest spans) as JSON; returns the file.
+
+        Raises OSError where it cannot be written whole, and leaves nothing.
 
         The board still has spans of the incarnation before, which counted its entries from 0 too: these are left out.
         """
@@ -240,13 +242,15 @@ class Group:
             spans = [flight_of(span) for span in spans[spans["start"] >= self.started_ns][-2000:]]
             ranks.append({**vars(self.board.state(block)), "spans": spans})
         file = folder / f"flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-g{self.spec.index}-i{self.incarnation}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(".draft")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"reason": self.failure, "ranks": ranks}))
-            for old in sorted(folder.glob("flight-*.json"))[:-20]:
-                old.unlink(missing_ok=True)
-        except OSError:
-            return None
+            draft.write_text(json.dumps({"reason": self.failure, "ranks": ranks}))
+            draft.rename(file)
+        finally:
+            draft.unlink(missing_ok=True)
+        for old in sorted(folder.glob("flight-*.json"))[:-20]:
+            old.unlink(missing_ok=True)
         return file
 
 

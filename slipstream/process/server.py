@@ -3,6 +3,7 @@
 Runs in the supervisor's process: imports neither PyTorch nor the HTTP stack.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -112,4 +113,5 @@ def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: soc
     question = '{"role": "user", "content": "What is the capital of France?"}'
     body = f'{{"model": "{name}", "messages": [{question}], "max_tokens": 64}}'
     json = "-H 'Content-Type: application/json'"
-    print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it; the server serves all the same
+        print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)

@@ -5,7 +5,6 @@ It imports neither PyTorch nor the HTTP stack, holds no request, and decides by 
 
 import contextlib
 import os
-import pathlib
 import queue
 import selectors
 import socket
@@ -15,10 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from slipstream.errors import ConfigError
 from slipstream.process.board import Board
 from slipstream.process.control import Control
 from slipstream.process.group import STACKS, Group, Member, Spec, State, child_environment
 from slipstream.process.protocol import Attach, Down, Drain, Hello, Lost, ToSupervisor
+from slipstream.system.folders import cache_folder
+from slipstream.system.say import say
 
 TICK = 0.1  # seconds between looks at the board
 TRIES = 6  # starts in a row that may fail without a token served in between
@@ -39,14 +41,6 @@ class FrontEnd:
     control: Control
     pidfd: int
     listening: bool = False
-
-
-def state_folder() -> pathlib.Path:
-    """Where flight records are kept."""
-    cache = os.environ.get("SLIPSTREAM_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "slipstream"
-    )
-    return pathlib.Path(cache) / "flight"
 
 
 class Supervisor:
@@ -202,7 +196,7 @@ class Supervisor:
         """A front end has lost its stream to a leader. One that runs on gets another; else `_poison` and `_attach` follow."""
         for group in self.groups:
             if (group.spec.index, group.incarnation) == (lost.group, lost.incarnation) and group.state is State.READY:
-                self._say(f"a front end has lost its link to group {lost.group} and gets another")
+                say(f"a front end has lost its link to group {lost.group} and gets another")
                 self._link(group, deliver)
 
     @staticmethod
@@ -225,18 +219,19 @@ class Supervisor:
         if self.on_down is not None:
             self.on_down(down)
         self._attached.pop(index, None)
-        self._say(f"group {index} is down: {group.failure}")
+        say(f"group {index} is down: {group.failure}")
         if not group.refused:
             group.stacks()
             time.sleep(STACKS)
-            record = group.record(state_folder())
-            if record is not None:
-                self._say(f"flight record: {record}")
+            try:
+                say(f"flight record: {group.record(cache_folder() / 'flight')}")
+            except (OSError, ConfigError) as e:
+                say(f"no flight record was written: {e}")
         for member in group.members:
             self._forget(member)
         group.kill()
         if group.refused or self.failed[index] >= TRIES:
-            self._say("giving up" if not group.refused else "nothing was started")
+            say("giving up" if not group.refused else "nothing was started")
             self.code = 2 if group.refused else 1
         else:
             self.restart_at[index] = time.monotonic() + wait
@@ -272,7 +267,7 @@ class Supervisor:
         os.close(front.pidfd)
         self.fronts.remove(front)
         if self.draining_until is None:
-            self._say(f"a front end ended with {code}; shutting down")
+            say(f"a front end ended with {code}; shutting down")
             self.code = 1
 
     def _announce(self) -> None:
@@ -283,7 +278,7 @@ class Supervisor:
 
     def _drain(self, timeout: float, grace: float) -> None:
         self.draining_until = time.monotonic() + timeout + grace
-        self._say("asked again: ending what still runs" if self.hurried else f"draining for up to {timeout:g} s")
+        say("asked again: ending what still runs" if self.hurried else f"draining for up to {timeout:g} s")
         for front in self.fronts:
             front.control.send(Drain(timeout))
 
@@ -295,7 +290,3 @@ class Supervisor:
         for group in self.groups:
             group.kill()
         self._selector.close()
-
-    @staticmethod
-    def _say(text: str) -> None:
-        print(f"slipstream: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ One thread. It waits on the channel, the device, the front ends and the supervis
 
 import os
 import select
-import sys
 import time
 import traceback
 from typing import NamedTuple
@@ -35,6 +34,7 @@ from slipstream.rank.events import (
 )
 from slipstream.rank.loop import Rank
 from slipstream.rank.preparer import Preparer
+from slipstream.system.say import say
 
 IDLE = 0.5  # seconds between turns of an idle loop, so that the board shows life
 COMPLAIN = 2.0  # seconds of waiting for another rank after which stderr says so, and again
@@ -106,8 +106,8 @@ class Driver(Interpreter):
             reason = f"rank {rank} failed in the step of entry {entry}: {e}"
         else:
             reason = f"rank {rank} failed after entry {entry}: {type(e).__name__}: {e}"
-            traceback.print_exc()
-        print(f"slipstream: {reason}", file=sys.stderr, flush=True)
+            say(traceback.format_exc())
+        say(reason)
         self.board.set("state", STATES.index("failed"))
         self.control.send(Fault(rank, entry, reason[:MAX_REASON]))
 
@@ -138,7 +138,7 @@ class Driver(Interpreter):
             self.waits_since = now + COMPLAIN
         elif now >= self.waits_since:
             self.waits_since = now + COMPLAIN
-            print(f"slipstream: rank {self.machine.rank} waits for rank {other}", file=sys.stderr, flush=True)
+            say(f"rank {self.machine.rank} waits for rank {other}")
 
     def waiting_for(self) -> int | None:
         return None

@@ -2,7 +2,6 @@
 
 import select
 import socket
-import sys
 import time
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from slipstream.rank.driver import IDLE, Driver, Parts
 from slipstream.rank.events import Aborted, Event, Poison, Send, SendToFront, Submitted, Tick, Wake
 from slipstream.rank.front_link import FrontLink, choices_of
 from slipstream.rank.leader import HEARTBEAT, Leader
+from slipstream.system.say import say
 
 LOAD_EVERY = 0.1  # seconds
 BEHIND_BYTES = 8 << 20  # unread by a front end, above which the group slows down for it ...
@@ -172,7 +172,7 @@ class LeaderDriver(Driver):
 
     def forget(self, fd: int, link: FrontLink, now: float) -> None:
         """A front end is gone, or only its link is: it then hears so from the socket. Its clients' requests end here."""
-        print(f"slipstream: the leader has lost a front end: {link.closed}", file=sys.stderr, flush=True)
+        say(f"the leader has lost a front end: {link.closed}")
         self._poll.unregister(fd)
         del self.fronts[fd]
         for id in [id for id, choices in self.owner.items() if choices.link is link]:

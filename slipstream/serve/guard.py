@@ -22,6 +22,7 @@ OPEN_PATHS = frozenset(
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/debug/timeline"})  # asked for all the time
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_SINGLE = (b"host", b"authorization", b"x-api-key", b"origin")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
 
@@ -37,7 +38,9 @@ class Guard:
     """Wraps the application.
 
     On loopback the Host must be a loopback name, so that no other site's name can reach the server, and an Origin must be the
-    server's own. There is no CORS, so browsers keep other sites' scripts away elsewhere too.
+    server's own. There is no CORS, so browsers keep other sites' scripts away elsewhere too, but not from WebSockets: there an
+    Origin must be the server's own at any address. Of a header that decides who asks there may be one: a proxy could have read
+    another one than this server.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
@@ -86,16 +89,20 @@ class Guard:
                 )
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1 and (hosts or scope.get("http_version") != "1.0"):  # RFC 9112, section 3.2
-            return Failure(400, f"Host: a request has exactly one, this one has {len(hosts)}")
-        if self._loopback:
-            host = headers.get(b"host", b"").decode("latin-1")
-            if hosts and _hostname(f"//{host}") not in self._hosts:  # no browser sends HTTP/1.0; load balancers' checks do
-                return Failure(403, "this server is bound to a loopback address and answers to 127.0.0.1 and localhost only")
-            origin = headers.get(b"origin")
-            if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
-                return Failure(403, "requests from other sites' pages are not answered")
+        names = [name for name, _ in scope["headers"]]
+        hosts = names.count(b"host")
+        if hosts != 1 and (hosts or scope.get("http_version") != "1.0"):  # RFC 9112, section 3.2
+            return Failure(400, f"Host: a request has exactly one, this one has {hosts}")
+        for name in _SINGLE:
+            if names.count(name) > 1:
+                return Failure(400, f"{name.decode()}: a request has at most one, this one has {names.count(name)}")
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._loopback and hosts and _hostname(f"//{host}") not in self._hosts:  # no browser sends HTTP/1.0; probes do
+            return Failure(403, "this server is bound to a loopback address and answers to 127.0.0.1 and localhost only")
+        origin = headers.get(b"origin")
+        guarded = self._loopback or scope["type"] == "websocket"
+        if guarded and origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
+            return Failure(403, "requests from other sites' pages are not answered")
         path = scope["path"]
         scope["slipstream.authorized"] = self._authorized(headers) or self._has_client_secret(scope, headers)
         if path in OPEN_PATHS or path == "/" or scope["slipstream.authorized"]:

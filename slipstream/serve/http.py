@@ -4,6 +4,7 @@ The scope of a request carries `slipstream.cut`, which drops the connection at o
 """
 
 import asyncio
+import resource
 import socket
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -13,6 +14,7 @@ from slipstream.serve.errors import Failure
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
 HEADER_SECONDS = 30.0
+OTHER_DESCRIPTORS = 48  # sockets to the ranks, pipes to helper processes, files
 
 
 def _unframe(cycle: RequestResponseCycle) -> None:
@@ -36,13 +38,24 @@ def _unframe(cycle: RequestResponseCycle) -> None:
     cycle.send = send  # the application starts in the loop's next turn and takes this one
 
 
+def connection_limit() -> int:
+    """Connections that this process's descriptors allow, with room for everything else that it opens."""
+    return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_DESCRIPTORS)
+
+
 class Connection(HttpToolsProtocol):
-    """One client connection."""
+    """One client connection. Beyond `limit` a new one takes the place of the one that has been idle longest, or is refused."""
+
+    def __init__(self, *args, limit: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._limit = limit
+        self.idle_since = self.loop.time()
 
     _timer: asyncio.TimerHandle | None = None
     _header_bytes = 0  # of the request line and headers so far
     _unfinished = 0  # bytes received since the last complete headers
     _refused = False
+    _surplus = False  # there was no room for it
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -50,6 +63,27 @@ class Connection(HttpToolsProtocol):
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so only for some sockets
         self._arm()
+        if self._too_many():
+            self._make_room()
+
+    @property
+    def idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _too_many(self) -> bool:
+        return len(self.connections) > self._limit and sum(not c.transport.is_closing() for c in self.connections) > self._limit
+
+    def _make_room(self) -> None:
+        others = [c for c in self.connections if c is not self and not c.transport.is_closing()]
+        idle = [c for c in others if isinstance(c, Connection) and c.idle]
+        if idle:
+            min(idle, key=lambda c: c.idle_since).transport.abort()
+        else:
+            self._surplus = True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.idle_since = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -71,6 +105,10 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.parser is None:
             return
+        if self._surplus and self._too_many():  # not before it has asked: the answer would be lost
+            text = f"{self._limit} connections are open, as many as may be (ulimit -n); try again later"
+            return self._refuse(Failure(503, text))
+        self._surplus = False
         super().data_received(data)
         if self._timer is not None:  # still inside headers, which the parser hands over only one by one
             self._unfinished += len(data)

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
@@ -28,7 +29,7 @@ from slipstream.serve.app import build
 from slipstream.serve.engine.control import Control
 from slipstream.serve.errors import Failure
 from slipstream.serve.front import Front
-from slipstream.serve.http import Connection
+from slipstream.serve.http import Connection, connection_limit
 from slipstream.serve.observe.logs import set_up
 from slipstream.serve.observe.shared_counters import SharedCounters
 from slipstream.serve.openai.response_store import ResponseStore
@@ -39,6 +40,7 @@ log = logging.getLogger("slipstream.serve")
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
+ACCEPTS = 4  # connections taken in one turn of the loop: where descriptors run out, asyncio fails and logs as often
 SWITCH_SECONDS = 0.0005  # that the loop waits for a thread at work on a prompt, each time it has let go of the interpreter
 FLUSH_SECONDS = 2.0  # for last answers to reach their clients
 
@@ -65,7 +67,7 @@ def make_server(front: Front, on_listening=lambda: None) -> Server:
     """The HTTP server of `front`; run it with `await server.serve(sockets=[...])` and stop it with `should_exit`."""
     settings = uvicorn.Config(
         build(front),
-        http=Connection,
+        http=partial(Connection, limit=connection_limit()),  # type: ignore[arg-type]
         ws="websockets-sansio" if front.composite else "none",
         ws_max_size=1 << 20,
         lifespan="off",
@@ -74,7 +76,7 @@ def make_server(front: Front, on_listening=lambda: None) -> Server:
         server_header=False,
         proxy_headers=False,
         # asyncio accepts so many at a time: one, where other front ends wait for connections too
-        backlog=1 if front.server_config.api_server_count > 1 else BACKLOG,
+        backlog=1 if front.server_config.api_server_count > 1 else ACCEPTS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(FLUSH_SECONDS),
     )

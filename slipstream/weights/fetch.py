@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from slipstream.errors import ModelError
 from slipstream.system.child import python_environment
+from slipstream.system.folders import home_folder
 from slipstream.weights.packages import Package
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
@@ -80,6 +81,8 @@ def hub_snapshot(name: str, weights: bool) -> pathlib.Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    if not (os.environ.get("HF_HOME") or os.environ.get("HF_HUB_CACHE")):
+        home_folder("HF_HOME")  # the library would make a folder named "~"
     patterns = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
     try:
         return pathlib.Path(snapshot_download(name, allow_patterns=patterns))

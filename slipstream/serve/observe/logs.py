@@ -4,6 +4,8 @@ import json
 import logging
 import time
 
+from slipstream.system.say import write_line
+
 
 class JsonFormatter(logging.Formatter):
     """`{"time": ISO 8601 UTC, "level", "logger", "message"}`, and `"exception"` where there is one."""
@@ -21,9 +23,19 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
+class Lines(logging.Handler):
+    """To standard error. What nobody can read is lost; the front end goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            write_line(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
 def set_up(level: str, form: str) -> None:
     """Lines of `level` and above to standard error, as "text" or "json"."""
-    handler = logging.StreamHandler()
+    handler = Lines()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
