@@ -37,6 +37,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: Annotated[str, Meta(min_length=1)] | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None  # false: objects are as open as JSON schema has them
     whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
@@ -72,6 +73,7 @@ class Generate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None  # SGLang's: `structured_outputs.regex`
     # accepted, because nothing here could depend on them
     user: Any = None
     store: bool | None = None

@@ -58,7 +58,8 @@ async def completions(http: HttpRequest) -> Response:
         plan = make_plan(body, tokenizer)
         return plan, completion_prompts(body, plan, tokenizer, limits)
 
-    bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
+    # a grammar's text may take its time
+    bound = body.response_format is not None or body.structured_outputs is not None or body.regex is not None
     only_ids = isinstance(body.prompt, list) and isinstance(body.prompt[0], int) and not (body.echo or body.bad_words)
     plan, prompts = await prepare(None if bound else size_of(body), work, only_ids)
     return await answer(http, front, plan, prompts, CompletionWriter, "cmpl-" + http.scope["slipstream.id"], born)
