@@ -1,11 +1,11 @@
 """Rewrites a client's JSON schema into one that the library follows exactly. Pure.
 
-References become plain ones into one `$defs`, whatever `$id` and `$anchor` said; keywords that forbid nothing go; `oneOf` becomes `anyOf`
-where no answer can fit two branches; bounds of numbers become ones that can be followed. A keyword that cannot be enforced is refused by its
-name and place, or left to the model where the client is not strict.
+References become plain ones into one `$defs`, whatever `$id` and `$anchor` said. Keywords that forbid nothing are left out.
+`oneOf` becomes `anyOf` where no answer can fit two branches. Bounds of numbers become ones that can be followed. A keyword
+that cannot be enforced is refused by its name and place, or left to the model where the client is not strict.
 
-Objects are closed: where a schema names properties and does not say what more there may be, there may be none. JSON schema itself would let
-a model invent properties until its tokens are used up.
+Objects are closed: where a schema names properties and does not say what more there may be, there may be none. JSON schema
+itself would let a model invent properties until its tokens are used up.
 """
 
 from collections.abc import Callable
@@ -90,7 +90,9 @@ class _Rewriter:
             properties = node.out.get("properties", {})
             node.out["properties"] = {**properties, **{name: True for name in known if name not in properties}}
             node.out["additionalProperties"] = False
-        elif {"properties", "required", "patternProperties"} & node.out.keys() and node.out.get("additionalProperties") is not False:
+        elif {"properties", "required", "patternProperties"} & node.out.keys() and node.out.get(
+            "additionalProperties"
+        ) is not False:
             self._to.open = True
         return node.out
 
@@ -99,7 +101,7 @@ class _Rewriter:
     def _closing(self, place: Place, close: bool) -> tuple[bool, list[str] | None, Callable[[str], bool]]:
         """(whether branches close theirs, the names to which this object is closed, whether one below is closed).
 
-        Branches that say nothing beside other keywords are the object themselves; else the object is closed here, to the names of all.
+        A branch without other keywords besides it is the object itself; else the object is closed here, to the names of all.
         What two places describe is closed in neither, since each would forbid what the other names.
         """
         schema, home = place
@@ -270,7 +272,11 @@ class _Rewriter:
         """`dependencies` of older drafts has both forms: names that must be there too, or a schema."""
         required = set(map(str, _list(node.place.schema.get("required"))))
         for dependents in value.values() if isinstance(value, dict) else [value]:
-            asks = not required >= set(map(str, dependents)) if isinstance(dependents, list) else not self._allows_all(dependents, node)
+            asks = (
+                not required >= set(map(str, dependents))
+                if isinstance(dependents, list)
+                else not self._allows_all(dependents, node)
+            )
             if asks:
                 return self._unsupported(node, key)
 

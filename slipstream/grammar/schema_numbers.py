@@ -1,7 +1,8 @@
 """Bounds and constants of numbers that a JSON schema states, as the library can follow them exactly. Pure.
 
-The library computes with doubles and 64 bits. A bound beyond 2**53 is moved inwards to the next one that it follows exactly, so that an
-answer always fits the client's bound; what would leave nothing, or cannot be written at all, is refused.
+The library computes with doubles and 64 bits. A bound beyond 2**53 is moved inwards to the next one that it follows exactly,
+so that an answer always fits the client's bound. A bound that would leave nothing, or a constant that cannot be written, is
+refused.
 """
 
 import math
@@ -37,13 +38,18 @@ def bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
         out["maximum"] = MOST_INTEGER
     if not fractions and "minimum" not in out and "exclusiveMinimum" not in out and out.get("maximum", 0) <= -LONG:
         out["minimum"] = -MOST_INTEGER
-    if lower[0] is not None and upper[0] is not None and lower[0] <= upper[0] and out.get("minimum", -most) > out.get("maximum", most):
+    if (
+        lower[0] is not None
+        and upper[0] is not None
+        and lower[0] <= upper[0]
+        and out.get("minimum", -most) > out.get("maximum", most)
+    ):
         raise ValueError(f"minimum and maximum: no number between {lower[0]} and {upper[0]} can be followed exactly")
     return out
 
 
 def _bound(schema: dict[str, Any], suffix: str, sign: int) -> tuple[int | float | None, bool]:
-    """The tightest bound of a side and whether it is excluded itself. In draft 4, `exclusiveMinimum: true` is said of `minimum`."""
+    """The tightest bound of a side, and whether it is itself excluded. Draft 4 says `exclusiveMinimum: true` of `minimum`."""
     name, strict_name = "m" + suffix, "exclusiveM" + suffix
     plain, strict = schema.get(name), schema.get(strict_name)
     for key, value in ((name, plain), (strict_name, strict)):

@@ -1,7 +1,7 @@
 """Whether two JSON schemas can fit one value: what `oneOf` needs to know of its branches. Pure.
 
-A schema is seen as alternatives, each a set of plain facts (types, values, properties, bounds); what the facts leave out only makes a
-schema look wider. So "disjoint" is certain, and "overlapping" may mean that it is not known.
+A schema is seen as alternatives, each a set of plain facts (types, values, properties, bounds). What the facts leave out
+only makes a schema look wider. So "disjoint" is certain, and "overlapping" may mean that it is not known.
 """
 
 import json
@@ -160,7 +160,10 @@ class Overlap:
 
 def opens(schema: dict[str, Any]) -> bool:
     """Whether an object's schema says itself what more there may be than its properties."""
-    return bool({"additionalProperties", "patternProperties"} & schema.keys()) or schema.get("unevaluatedProperties", False) is not False
+    return (
+        bool({"additionalProperties", "patternProperties"} & schema.keys())
+        or schema.get("unevaluatedProperties", False) is not False
+    )
 
 
 def _is_text(value: Any) -> bool:

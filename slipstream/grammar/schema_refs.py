@@ -1,7 +1,8 @@
-"""A JSON schema as a document: where its subschemas stand, and what its references point to (JSON Schema 2020-12, core, 8.2).
+"""A JSON schema as a document: where its subschemas stand, and what its references point to (JSON Schema 2020-12, core,
+8.2).
 
-Only schema positions are read as schemas. A property's name and the data of `const`, `enum`, `default` or `examples` may look like
-keywords and are not. Nothing is fetched: a reference to another document points to nothing. Pure.
+Only schema positions are read as schemas. A property's name and the data of `const`, `enum`, `default` or `examples` may
+look like keywords and are not. Nothing is fetched: a reference to another document points to nothing. Pure.
 """
 
 from typing import Any, NamedTuple

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from slipstream.grammar.matcher import Bound, GrammarMatcher, Maker, Vocabulary
+from slipstream.grammar.matcher import FORCED_BYTES, Bound, GrammarMatcher, Maker, Vocabulary
 from slipstream.serve.text.structured import of_choice, of_grammar, of_regex, of_schema
 
 END, OTHER = 0, 1
@@ -147,6 +147,22 @@ def test_forced_text_is_tokenized_as_the_model_would():
     own = [TOKENS.index(b"bc"), TOKENS.index(b"a")]
     make = Maker(VOCABULARY._replace(encode=lambda text: own if text == "bca" else []))
     assert allowed(make(Bound(of_regex("bca", "regex")).encode())) == {own[0]}
+
+
+def test_of_a_long_text_that_is_forced_only_the_beginning_is_tokenized():
+    """Else each token of it would cost as much as the whole."""
+    asked = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(len(text.encode()))
+        return [2 + byte for byte in text.encode()]
+
+    text = "é" * 40_000
+    m = Maker(VOCABULARY._replace(encode=encode))(Bound(of_regex(text, "regex")).encode())
+    for byte in text[:300].encode():
+        assert allowed(m) == {2 + byte}
+        m.accept(2 + byte)
+    assert asked and max(asked) <= FORCED_BYTES
 
 
 def test_text_that_spells_a_special_token_stays_text():

@@ -64,7 +64,9 @@ def check(schema, good, bad, **options):
 # --- schemas and answers at random
 
 DATA = [0, 1, 2.5, -3, 2**53, 2**53 + 1, 2**63 - 1, 10**18, True, None, "", "a", "bc", [], [1], {"a": 1}, {"b": "x", "a": 1}]
-NUMBERS = st.sampled_from([-(2**63), -(2**53) - 1, -1, 0, 1.5, 2, 2**53 - 1, 2**53, 2**53 + 1, 2**60 + 1, 10**18, 2**63 - 1, 2**64])
+NUMBERS = st.sampled_from(
+    [-(2**63), -(2**53) - 1, -1, 0, 1.5, 2, 2**53 - 1, 2**53, 2**53 + 1, 2**60 + 1, 10**18, 2**63 - 1, 2**64]
+)
 
 
 def _wider(schemas):
@@ -119,14 +121,14 @@ def test_data_that_looks_like_keywords_is_followed_letter_by_letter(data):
         {"items": {"$ref": "#D"}, "$defs": {"d": {"$anchor": "D", **INTEGER}}},
         {"items": {"$ref": "item.json"}, "$id": "https://a.b/c/root.json", "$defs": {"d": {"$id": "item.json", **INTEGER}}},
         {"items": {"$ref": "https://a.b/i"}, "$defs": {"d": {"$id": "https://a.b/i", **INTEGER}}},
-        {"items": {"$ref": "https://a.b/i#D"}, "$defs": {"d": {"$id": "https://a.b/i", "$defs": {"e": {"$anchor": "D", **INTEGER}}}}},
+        {"items": {"$ref": "https://a.b/i#D"}, "$defs": {"d": {"$id": "https://a.b/i", "items": {"$anchor": "D", **INTEGER}}}},
         {"items": {"$id": "https://a.b/i", "$ref": "#/$defs/own", "$defs": {"own": INTEGER}}, "$defs": {"own": STRING}},
         {"items": {"$ref": "#/$defs/a~1b~0c%25"}, "$defs": {"a/b~c%": INTEGER}},
         {"items": {"$ref": "#/prefixItems/0"}, "prefixItems": [INTEGER]},
         {"items": {"$ref": "#/components/schemas/X"}, "components": {"schemas": {"X": INTEGER}}},
         {"items": {"$dynamicRef": "#node"}, "$defs": {"d": {"$dynamicAnchor": "node", **INTEGER}}},
-        {"items": {"$ref": "#D"}, "$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"d": {"$id": "#D", **INTEGER}}},
-        {"items": {"$ref": "#/definitions/D"}, "$schema": "http://json-schema.org/draft-04/schema#", "id": "http://a.b/", "definitions": {"D": INTEGER}},
+        {"items": {"$ref": "#D"}, "definitions": {"d": {"$id": "#D", **INTEGER}}},
+        {"items": {"$ref": "i"}, "$schema": "http://json-schema.org/draft-04/schema", "$defs": {"D": {"id": "i", **INTEGER}}},
         {"items": {"$ref": "urn:uuid:1#/$defs/x"}, "$id": "urn:uuid:1", "$defs": {"x": {"$ref": "#/$defs/y"}, "y": INTEGER}},
     ],
 )  # fmt: skip
@@ -142,7 +144,11 @@ def test_a_reference_to_nothing_is_refused_with_its_text_and_place(ref):
 
 
 def test_recursive_schemas_are_followed():
-    tree = {"type": "object", "properties": {"v": INTEGER, "kids": {"type": "array", "items": {"$ref": "#"}}}, "required": ["v"]}
+    tree = {
+        "type": "object",
+        "properties": {"v": INTEGER, "kids": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["v"],
+    }
     check(tree, [{"v": 1, "kids": [{"v": 2, "kids": []}]}], [{"v": 1, "kids": [{}]}, {"v": 1, "kids": [{"v": 1, "w": 1}]}])
 
 
@@ -306,7 +312,9 @@ def test_constants_that_are_doubles_are_written_as_they_are():
 
 def test_objects_are_closed_to_the_properties_they_name():
     check({"properties": {"a": A}}, [{"a": {"a": 1}}, {}], [{"b": 1}, {"a": {"a": 1, "b": 1}}])
-    check({"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/a"}, B]}, "$defs": {"a": A}}, [[{"a": 1}]], [[{"a": 1, "c": 1}]])
+    check(
+        {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/a"}, B]}, "$defs": {"a": A}}, [[{"a": 1}]], [[{"a": 1, "c": 1}]]
+    )
     check({"type": "object", "properties": {}}, [{}], [{"a": 1}])
     check({"properties": {"a": INTEGER}, "required": ["b"]}, [{"a": 1, "b": "x"}], [{"a": 1, "b": 1, "c": 1}])
 

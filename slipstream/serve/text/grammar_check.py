@@ -5,6 +5,7 @@ of its time does not keep another one waiting. Verdicts are remembered: the same
 """
 
 import asyncio
+import signal
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, LifoQueue
@@ -23,6 +24,7 @@ WORKERS = 2
 MAX_WAITING = 256  # grammars that wait to be tried
 _PATIENCE = 30.0  # seconds of wall time that a loaded machine may need for SECONDS of computing, or to start
 _VERDICTS = 1024
+_LIMITS = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)  # end a process at its limit of computing, of memory, of stack
 _OPTION = "are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # the library's, not a client's
 _ONE_OF = "whose branches overlap are not supported; say anyOf; where the field has it, strict: false takes oneOf as anyOf"
 TOO_LONG = f"it did not compile within {SECONDS:g} s of computing and the memory that one grammar may use"
@@ -68,13 +70,17 @@ class GrammarCheck:
     # On one of the threads.
 
     def _ask(self, text: str) -> str:
+        """The verdict. Raises EngineDown where the process was stopped or killed: that says nothing of the grammar."""
         worker = self._worker()
         answer = worker.ask(Bound(text).encode())
-        if answer is None:
-            worker.close()
+        if answer is not None:
+            self._idle.put(worker)
+            return answer.decode()
+        status = worker.ended()
+        worker.close()
+        if status is not None and (status > 0 or -status in _LIMITS):
             return TOO_LONG
-        self._idle.put(worker)
-        return answer.decode()
+        raise EngineDown("the process that compiles grammars was lost; try again")
 
     def _worker(self) -> LimitedProcess:
         """An idle process, or a new one that has read the vocabulary."""

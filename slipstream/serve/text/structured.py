@@ -1,10 +1,11 @@
 """Structured output: from a body's fields to the grammar that its answer must follow.
 
-`response_format` as OpenAI has it, `structured_outputs` as vLLM has it, `regex` as SGLang has it. The grammar's text is llguidance's; its makers here
-(`of_schema` and those after it) are for every feature that binds an answer. Nothing is compiled here (see `grammar_check`).
+`response_format` as OpenAI has it, `structured_outputs` as vLLM has it, `regex` as SGLang has it. The grammar's text is
+llguidance's; its makers here (`of_schema` and those after it) are for every feature that binds an answer. Nothing is
+compiled here (see `grammar_check`).
 
-A schema is followed exactly, and what cannot be enforced is refused by its keyword's name. Only with `strict: false` is such a keyword
-left to the model's good will, and `oneOf` taken as `anyOf` (see `grammar.schema`).
+A schema is followed exactly, and what cannot be enforced is refused by its keyword's name. Only with `strict: false` is such
+a keyword left to the model's good will, and `oneOf` taken as `anyOf` (see `grammar.schema`).
 """
 
 import json

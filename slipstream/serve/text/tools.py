@@ -18,7 +18,7 @@ MAX_CALLS = 16  # of one forced answer; a small model may not stop by itself
 
 
 class ToolChoiceRule(NamedTuple):
-    """`tools` go to the template; with a grammar `calls`, the answer must be calls that it describes: all of it, or by `either`."""
+    """`tools` go to the template. With a grammar `calls`, the answer must be such calls: all of it, or by `either`."""
 
     tools: list[dict[str, Any]] | None
     reading: Reading | None
