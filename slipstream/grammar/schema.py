@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from slipstream.errors import BadRequest
+from slipstream.grammar.schema_closing import OPEN, Closing, closing
 from slipstream.grammar.schema_numbers import bounds, check_data
-from slipstream.grammar.schema_overlap import IN_PLACE, OBJECT, Overlap, opens
+from slipstream.grammar.schema_overlap import IN_PLACE, Overlap
 from slipstream.grammar.schema_refs import Document, Place
 
 MAX_DEPTH = 100  # of JSON; the library reads 128
@@ -27,8 +28,7 @@ class _Node(NamedTuple):
 
     place: Place
     at: tuple[str, ...]  # the JSON pointer's tokens
-    close: bool  # whether branches in its place (anyOf, $ref, ...) close their objects
-    inner: Callable[[str], bool]  # whether an object below is closed, by the property's name ("" for others)
+    closing: Closing
     out: dict[str, Any]
 
 
@@ -80,70 +80,24 @@ class _Rewriter:
             raise self._refused(at, "schema", f"must be an object or a boolean, not {schema!r:.100}")
         if len(at) > MAX_DEPTH:
             raise BadRequest(f"{self._param}: nested too deeply, more than {MAX_DEPTH} levels", self._param)
-        branches, known, inner = self._closing(place, close)
-        node = _Node(place, at, branches, inner, {})
+        try:
+            found = closing(self._document, place, self._overlap.count) if close else OPEN
+        except ValueError as e:
+            raise self._refused(at, "schema", str(e)) from None
+        node = _Node(place, at, found, {})
         for key, value in schema.items():
             if step := _STEPS.get(key):
                 step(self, node, key, value)
         self._numbers(node)
-        if known is not None:
+        if found.names is not None:
             properties = node.out.get("properties", {})
-            node.out["properties"] = {**properties, **{name: True for name in known if name not in properties}}
+            node.out["properties"] = {**properties, **{name: True for name in found.names if name not in properties}}
             node.out["additionalProperties"] = False
         elif {"properties", "required", "patternProperties"} & node.out.keys() and node.out.get(
             "additionalProperties"
         ) is not False:
             self._to.open = True
         return node.out
-
-    # --- closing objects
-
-    def _closing(self, place: Place, close: bool) -> tuple[bool, list[str] | None, Callable[[str], bool]]:
-        """(whether branches close theirs, the names to which this object is closed, whether one below is closed).
-
-        A branch without other keywords besides it is the object itself; else the object is closed here, to the names of all.
-        What two places describe is closed in neither, since each would forbid what the other names.
-        """
-        schema, home = place
-        applied = IN_PLACE & schema.keys() - ({"if"} if not {"then", "else"} & schema.keys() else set())
-        if not close:
-            return False, None, lambda name: False
-        alone = applied and not OBJECT & schema.keys() and len(applied) == 1
-        if alone and len(schema.get("allOf", ".")) == 1:
-            return True, None, lambda name: True
-        own, other = self._described(place._replace(schema={k: v for k, v in schema.items() if k not in applied}), 0), None
-        names: list[str] | None = []
-        if applied:
-            other = self._described(place._replace(schema={k: schema[k] for k in applied}), 0)
-            names = other[0]
-        crowded = bool(applied) or {"properties", "patternProperties"} <= schema.keys()
-        apart = names is not None
-        taken = frozenset(names or ())
-        inner = lambda name: apart and name not in taken if name else not crowded
-        if own[0] is None or names is None or not (own[1] or (other and other[1])):
-            return False, None, inner
-        return False, list(dict.fromkeys([*own[0], *names])), inner
-
-    def _described(self, place: Place, depth: int) -> tuple[list[str] | None, bool]:
-        """The properties that a schema names (None where it says itself that there may be others), and whether it lists any."""
-        schema, home = place
-        if not isinstance(schema, dict):
-            return [], False
-        if opens(schema) or {"if", "dependentSchemas", "$dynamicRef", "$recursiveRef"} & schema.keys() or depth > 8:
-            return None, False
-        properties, required = schema.get("properties"), schema.get("required")
-        names = [*properties] if isinstance(properties, dict) else []
-        names += [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        listed = isinstance(properties, dict)
-        below = [self._document.place(sub, home) for key in ("allOf", "anyOf", "oneOf") for sub in _list(schema.get(key))]
-        if isinstance(ref := schema.get("$ref"), str) and (target := self._document.resolve(ref, home)) is not None:
-            below.append(target)
-        for sub in below:
-            more, lists = self._described(sub, depth + 1)
-            if more is None:
-                return None, False
-            names, listed = names + more, listed or lists
-        return names, listed
 
     # --- one keyword each
 
@@ -187,18 +141,18 @@ class _Rewriter:
         target = self._document.resolve(value, home) if isinstance(value, str) else None
         if target is None:
             raise self._refused(node.at, key, f"{value!r:.100} points to nothing in this schema")
-        name = self._names.get((id(target.schema), node.close)) if isinstance(target.schema, dict) else None
+        name = self._names.get((id(target.schema), node.closing.branches)) if isinstance(target.schema, dict) else None
         if name is None:
-            name = self._names[id(target.schema), node.close] = f"d{len(self._to.defs)}"
+            name = self._names[id(target.schema), node.closing.branches] = f"d{len(self._to.defs)}"
             self._to.defs[name] = None
-            self._todo.append((name, target, node.close, tuple(value.strip("#/").split("/"))))
+            self._todo.append((name, target, node.closing.branches, tuple(value.strip("#/").split("/"))))
         _also(node.out, {"$ref": f"#/$defs/{name}"})
 
     def _below(self, node: _Node, schema: Any, *tokens: str, close: bool) -> Any:
         return self._schema(self._document.place(schema, node.place.resource), close, (*node.at, *tokens))
 
     def _one(self, node: _Node, key: str, value: Any) -> None:
-        node.out[key] = self._below(node, value, key, close=node.inner(""))
+        node.out[key] = self._below(node, value, key, close=node.closing.below(""))
 
     def _items(self, node: _Node, key: str, value: Any) -> None:
         """A list of them is `prefixItems` in drafts before 2020-12, and what follows it `additionalItems`."""
@@ -212,19 +166,19 @@ class _Rewriter:
     def _several(self, node: _Node, key: str, value: Any) -> None:
         if not isinstance(value, list) or not value:
             raise self._refused(node.at, key, "must be a list of schemas that is not empty")
-        close = node.inner("") if key == "prefixItems" else node.close
+        close = node.closing.below("") if key == "prefixItems" else node.closing.branches
         _also(node.out, {key: [self._below(node, sub, key, str(i), close=close) for i, sub in enumerate(value)]})
 
     def _named(self, node: _Node, key: str, value: Any) -> None:
         if not isinstance(value, dict):
             raise self._refused(node.at, key, "must be an object of schemas")
-        close = (lambda name: node.inner(name)) if key == "properties" else (lambda name: node.inner(""))
-        node.out[key] = {name: self._below(node, sub, key, name, close=close(name)) for name, sub in value.items()}
+        of = str if key == "properties" else lambda pattern: ""
+        node.out[key] = {n: self._below(node, sub, key, n, close=node.closing.below(of(n))) for n, sub in value.items()}
 
     def _one_of(self, node: _Node, key: str, value: Any) -> None:
         self._several(node, "anyOf", value)
         try:
-            pair = self._overlap.pair([self._document.place(sub, node.place.resource) for sub in value], node.close)
+            pair = self._overlap.pair([self._document.place(sub, node.place.resource) for sub in value], node.closing.branches)
             why = pair and f"an answer may fit its branches {pair[0]} and {pair[1]} both, which"
         except ValueError as e:
             why = f"it has {e}, so it"

@@ -4,6 +4,7 @@ A schema is seen as alternatives, each a set of plain facts (types, values, prop
 only makes a schema look wider. So "disjoint" is certain, and "overlapping" may mean that it is not known.
 """
 
+import itertools
 import json
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ OBJECT = frozenset({
     "additionalProperties", "unevaluatedProperties", "patternProperties", "properties", "required", "minProperties",
     "maxProperties", "propertyNames", "dependentRequired",
 })  # fmt: skip
-MAX_WORK = 50_000  # schemas that are looked at and pairs that are compared for one schema; some 0.3 s
+MAX_WORK = 30_000  # schemas that are looked at and pairs that are compared for one document; at most some 0.5 s
 
 _TYPES = frozenset({"null", "boolean", "string", "array", "object", "integer", "fraction"})
 _BOUNDS = (  # what a bound is of, and its two keywords
@@ -58,6 +59,7 @@ class Overlap:
     def __init__(self, document: Document):
         self._document = document
         self._work = 0
+        self._known: dict[tuple[int, bool], list[Facts]] = {}
 
     def pair(self, branches: list[Place], closed: bool) -> tuple[int, int] | None:
         """Two branches that a value may fit both, None where there are none.
@@ -65,11 +67,14 @@ class Overlap:
         closed: whether the answer's branch has no properties but those it names; the others are as JSON schema says.
         """
         wide = [self._alternatives(branch, 0, False) for branch in branches]
+        if all(len(facts) == 1 and facts[0].values is not None for facts in wide):
+            return _twice([facts[0].values or {} for facts in wide])
         own = [self._alternatives(branch, 0, True) for branch in branches] if closed else wide
-        for i, ours in enumerate(own):
-            for j, theirs in enumerate(wide):
-                if (i < j or (closed and i != j)) and not self._disjoint(ours, theirs, 0):
-                    return min(i, j), max(i, j)
+        for i, j in itertools.combinations(range(len(branches)), 2):
+            if self._disjoint(wide[i], wide[j], 0):
+                continue
+            if not (closed and self._disjoint(own[i], wide[j], 0) and self._disjoint(wide[i], own[j], 0)):
+                return i, j
         return None
 
     def _disjoint(self, ours: list[Facts], theirs: list[Facts], depth: int) -> bool:
@@ -77,36 +82,41 @@ class Overlap:
         return all(self._apart(a, b, depth) for a in ours for b in theirs)
 
     def _apart(self, a: Facts, b: Facts, depth: int) -> bool:
-        self._count()
-        both = a.both(b)
-        if both.values is not None:
-            return not any(_types_of(value) & both.types for value in both.values.values())
-        if not both.types:
-            return True
-        if both.types == {"object"}:
-            return any(self._impossible(name, both, a, b, depth) for name in both.required)
-        return any(
-            both.types <= types and {least, most} <= both.bounds.keys() and both.bounds[least] > both.bounds[most]
-            for types, least, most in _BOUNDS
+        self.count()
+        types, values = a.types & b.types, a.values if b.values is None else b.values
+        if values is not None:
+            shared = values if a.values is None or b.values is None else {k: v for k, v in a.values.items() if k in b.values}
+            return not any(_types_of(value) & types for value in shared.values())
+        if types == {"object"}:
+            return any(self._impossible(name, a, b, depth) for name in a.required | b.required)
+        bounds = a.both(b).bounds if a.bounds and b.bounds else {}
+        return not types or any(
+            types <= kinds and {least, most} <= bounds.keys() and bounds[least] > bounds[most] for kinds, least, most in _BOUNDS
         )
 
-    def _impossible(self, name: str, both: Facts, a: Facts, b: Facts, depth: int) -> bool:
+    def _impossible(self, name: str, a: Facts, b: Facts, depth: int) -> bool:
         """Whether a property that must be there has no value that fits both schemas."""
-        if both.names is not None and name not in both.names:
+        if any(facts.names is not None and name not in facts.names for facts in (a, b)):
             return True
         if depth > _DEEPEST:
             return False
         ours, theirs = ([self._alternatives(p, depth + 1, False) for p in f.properties.get(name, ())] for f in (a, b))
         return any(self._disjoint(x, y, depth + 1) for x in ours for y in theirs)
 
-    def _count(self) -> None:
+    def count(self) -> None:
         self._work += 1
         if self._work > MAX_WORK:
-            raise ValueError("too many branches to compare")
+            raise ValueError("too many branches and references to follow")
 
     def _alternatives(self, place: Place, depth: int, closed: bool) -> list[Facts]:
         """Facts of which one holds for whatever fits the schema."""
-        self._count()
+        key = id(place.schema), closed
+        if key not in self._known:
+            self._known[key] = self._look(place, depth, closed)
+        return self._known[key]
+
+    def _look(self, place: Place, depth: int, closed: bool) -> list[Facts]:
+        self.count()
         schema, home = place
         if schema is False:
             return []
@@ -156,6 +166,17 @@ class Overlap:
             names=names,
             bounds={key: schema[key] for _, *pair in _BOUNDS for key in pair if isinstance(schema.get(key), int | float)},
         )
+
+
+def _twice(constants: list[dict[str, Any]]) -> tuple[int, int] | None:
+    """Two branches that have a constant in common; for very many of them."""
+    seen: dict[str, int] = {}
+    for i, values in enumerate(constants):
+        for key in values:
+            if key in seen:
+                return seen[key], i
+            seen[key] = i
+    return None
 
 
 def opens(schema: dict[str, Any]) -> bool:
