@@ -23,6 +23,7 @@ from slipstream.tokenize.tokenizer import Tokenizer, load_tokenizer
 from slipstream.weights.config import load_config
 
 NO_END = "the model has no end token, so an answer could not end where its grammar does"
+FORCED_BYTES = 256  # of a text that a grammar forces, how much is tokenized at a time: the next token is what is wanted
 _KEPT = 32  # compiled grammars that are at hand for the next request with the same one
 
 # Work that one grammar may cause, measured on one core: 0.1 to 1 s to compile, then at most some 50 ms a token where a typical
@@ -96,7 +97,11 @@ class _Source:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Ids whose bytes are exactly these: the tokenizer's own where they are, else the longest token each time."""
+        """Ids whose bytes are the text's first: the tokenizer's own where they fit, else the longest token each time."""
+        end = FORCED_BYTES
+        while end < len(text) and text[end] & 0xC0 == 0x80:  # not within a letter
+            end -= 1
+        text = text[:end]
         if self._encode is not None:
             ids = self._encode(text.decode("utf-8", "replace"))
             plain = not self._special.intersection(ids)

@@ -184,7 +184,6 @@ def test_background_responses_are_retrieved_and_cancelled(client, roomy):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "no"}]}, "input"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools"),

@@ -9,11 +9,15 @@ import threading
 
 import pytest
 
+from slipstream.errors import BadRequest, EngineDown
 from slipstream.grammar.matcher import Bound, Maker, Vocabulary
 from slipstream.serve.text import grammar_check
+from slipstream.serve.text.structured import Structure, of_choice
+from slipstream.system.limited_process import LimitedProcess
 from tests.serve.fake import EOS, FakeTokenizer, Script
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+OPEN = {k: v for k, v in SCHEMA.items() if k != "additionalProperties"}
 TOKENIZER = FakeTokenizer()
 MAKE = Maker(Vocabulary.of(TOKENIZER))
 
@@ -49,7 +53,11 @@ def accepts(grammar: bytes, answer: str) -> bool:
         (outputs(json=SCHEMA, disable_any_whitespace=True), '{"a":1}', '{"a": 1}'),
         (outputs(json=SCHEMA, whitespace_pattern="\\t"), '{"a":\t1}', '{"a": 1}'),
         (outputs(json_object=True), "{}", "1"),
+        (outputs(json=OPEN), '{"a": 1}', '{"a": 1, "b": 1}'),
+        (outputs(json=OPEN, disable_additional_properties=False), '{"a": 1, "b": 1}', "{}"),
+        (response_format({**SCHEMA, "additionalProperties": True}), '{"a": 1, "b": 1}', "{}"),
         (outputs(regex="[0-9]{3}"), "123", "12"),
+        ({"regex": "[0-9]{3}"}, "123", "12"),
         (outputs(choice=["yes", "no"]), "no", "maybe"),
         (outputs(grammar='start: "a" | "b"'), "b", "c"),
         (outputs(grammar='root ::= "a" | "b"'), "b", "c"),
@@ -104,6 +112,10 @@ def test_text_and_no_format_bind_nothing(front):
         (outputs(json_object=False), "structured_outputs"),
         ({"guided_json": SCHEMA}, "guided_json"),
         ({**outputs(regex="a"), **response_format(SCHEMA)}, "structured_outputs"),
+        ({**outputs(regex="a"), "regex": "a"}, "regex"),
+        ({"regex": "a", **response_format(SCHEMA)}, "regex"),
+        ({"regex": "("}, "regex"),
+        (outputs(json='{"const": NaN}'), "structured_outputs.json"),
     ],
 )
 def test_what_cannot_be_used_is_a_400_that_names_the_field(front, body, param):
@@ -114,10 +126,11 @@ def test_what_cannot_be_used_is_a_400_that_names_the_field(front, body, param):
 
 
 def test_deep_nesting_is_refused(front):
-    schema: dict = {"type": "string"}
-    for _ in range(400):
-        schema = {"type": "array", "items": schema}
-    assert front.chat(**response_format(schema)).status_code == 400
+    for depth in (400, 700, 950):
+        schema = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+        body = f'{{"messages": [{{"role": "user", "content": "x"}}], "structured_outputs": {{"json": {schema}}}}}'
+        answer = front.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and "deep" in answer.json()["error"]["message"].lower(), answer.text
 
 
 def test_the_grammar_decides_where_an_answer_may_end(front):
@@ -156,9 +169,6 @@ def run(coroutine):
 
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check, monkeypatch):
     """The limit is the kernel's: it ends the process wherever it is, and another takes its place."""
-    from slipstream.errors import BadRequest
-    from slipstream.serve.text.structured import Structure, of_choice
-
     big = Structure(of_choice([f"value {i} {i * 7919}" for i in range(6000)], "x"), "structured_outputs.choice")
     monkeypatch.setattr(grammar_check, "SECONDS", 0.002)
     with pytest.raises(BadRequest, match="did not compile within") as refused:
@@ -172,9 +182,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_not(check,
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_grammar_is_not_blamed_for_a_worker_that_was_stopped(check, monkeypatch, number):
     """Nobody knows whether the grammar is good: 503, and the next who asks hears the truth."""
-    from slipstream.errors import EngineDown
     from slipstream.serve.text.structured import Structure, of_choice
-    from slipstream.system.limited_process import LimitedProcess
 
     run(check.check(Structure(of_choice(["warm"], "x"), "x")))
     ask = LimitedProcess.ask

@@ -15,7 +15,6 @@ from slipstream.serve.openai.bodies import ChatBody
 from slipstream.serve.openai.chat import plan_chat
 from slipstream.serve.text.calls import FORMS
 from slipstream.serve.text.dialect import PLAIN, Dialect, detect
-from slipstream.serve.text.tools import calls_schema
 from tests.serve.fake import EOS, FakeTokenizer, Script, wait_for
 from tests.serve.test_chat import prompt_of
 
@@ -229,16 +228,143 @@ def test_a_conversation_with_calls_and_results_is_rendered(roomy):
     r = roomy.client.post("/v1/chat/completions", json={"messages": messages, "tools": [WEATHER]})
     assert r.status_code == 200, r.text
     assert CALL in prompt_of(roomy) and "<tool_response>\nrain\n</tool_response>" in prompt_of(roomy)
-    messages[1]["tool_calls"][0]["function"]["arguments"] = "[1]"
-    r = roomy.client.post("/v1/chat/completions", json={"messages": messages})
-    assert r.status_code == 400 and r.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
-def test_schemas_of_functions_keep_their_own_references():
-    own = {"$defs": {"P": {"type": "string"}}, "type": "object", "properties": {"p": {"$ref": "#/$defs/P"}}}
-    schema = calls_schema([{"name": "f", "parameters": own}, {"name": "g"}], "arguments", True)
-    assert schema["$defs"]["f1"]["additionalProperties"] is False
-    assert schema["$defs"]["f0"]["properties"]["p"] == {"$ref": "#/$defs/f0/$defs/P"} and schema["type"] == "array"
+@pytest.mark.parametrize("arguments", ["[1]", '{"city": "Par', "no JSON at all", '"text"', "1", '{"n": ' + "9" * 5000 + "}"])
+def test_a_call_in_history_whose_arguments_are_no_object_is_taken_as_it_is(roomy, arguments):
+    """What max_tokens cut comes back in the next request, on each route."""
+    function = {"name": "get_weather", "arguments": arguments}
+    calls = [{"id": "call_1", "type": "function", "function": function}]
+    last = {"role": "user", "content": "and?"}
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}, last]},
+        "/v1/responses": {"input": [{"type": "function_call", "call_id": "call_1", **function}, last], "instructions": "x"},
+        "/v1/messages": {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "get_weather", "input": arguments}]},
+                last,
+            ],
+            "max_tokens": 5,
+        },
+    }
+    for path, body in bodies.items():
+        r = roomy.client.post(path, json=body)
+        assert r.status_code == 200, (path, r.text)
+        assert json.dumps(arguments) in prompt_of(roomy)
+
+
+CUT = [
+    ("required", '[\n{\n    "name'),
+    ("required", '[{"name": "get_weather", "arguments": {"ci'),
+    ("auto", CALL[:30]),
+    ("auto", CALL[:50]),
+]
+
+
+@pytest.mark.parametrize("choice, text", CUT)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_max_tokens_cut_gives_no_content(roomy, choice, text, stream):
+    roomy.script = Script([*text.encode(), *b"x" * 50])
+    said = [{"role": "user", "content": "x"}]
+    function = WEATHER["function"]
+    anthropic = {"name": "get_weather", "input_schema": function["parameters"]}
+    chat = {"messages": said, "max_tokens": len(text), "tools": [WEATHER], "tool_choice": choice}
+    responses = {
+        "input": "x",
+        "max_output_tokens": len(text),
+        "tools": [{"type": "function", **function}],
+        "tool_choice": choice,
+    }
+    kind = {"type": "any" if choice == "required" else "auto"}
+    messages = {"messages": said, "max_tokens": len(text), "tools": [anthropic], "tool_choice": kind}
+    if not stream:
+        answer = roomy.client.post("/v1/chat/completions", json=chat).json()["choices"][0]
+        assert (
+            answer["finish_reason"] == "length" and not answer["message"]["content"] and "tool_calls" not in answer["message"]
+        )
+        answer = roomy.client.post("/v1/responses", json=responses).json()
+        assert answer["status"] == "incomplete" and answer["output"] == []
+        answer = roomy.client.post("/v1/messages", json=messages).json()
+        assert answer["stop_reason"] == "max_tokens" and answer["content"] == []
+        return
+    events = roomy.events("/v1/chat/completions", **chat)[:-1]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert not any(e["choices"][0]["delta"].get("content") for e in events)
+    kinds = [e["type"] for e in roomy.events("/v1/responses", **responses)]
+    assert kinds[-1] == "response.incomplete" and "response.output_text.delta" not in kinds
+    assert not any(e.get("delta", {}).get("type") == "text_delta" for e in roomy.events("/v1/messages", **messages))
+
+
+def test_text_before_a_call_that_was_cut_stays(roomy):
+    roomy.script = Script([*("Let me look.\n" + CALL[:40]).encode(), *b"x" * 50])
+    choice = roomy.chat("x", tools=[WEATHER], max_tokens=53).json()["choices"][0]
+    assert choice["message"]["content"] == "Let me look." and choice["finish_reason"] == "length"
+
+
+def accepts(grammar: bytes, answer: str) -> bool:
+    matcher = Maker(Vocabulary.of(FakeTokenizer()))(grammar)
+    for byte in [*answer.encode(), EOS]:
+        if not matcher.mask()[byte // 32] >> byte % 32 & 1:
+            return False
+        matcher.accept(byte)
+    return True
+
+
+def test_schemas_of_functions_keep_their_own_references_and_are_closed(roomy):
+    own = {
+        "$defs": {"P": {"type": "object", "properties": {"x": {"type": "string"}}}},
+        "properties": {"p": {"$ref": "#/$defs/P"}},
+    }
+    other = {"$defs": {"P": {"type": "integer"}}, "properties": {"p": {"$ref": "#/$defs/P"}}}
+    functions = [{"name": "f", "parameters": own}, {"name": "g", "parameters": other}, {"name": "h"}]
+    r = roomy.chat("x", tools=[{"type": "function", "function": f} for f in functions], tool_choice="required")
+    assert r.status_code == 200, r.text
+    grammar = roomy.leader.requests[-1].grammar
+    good = ('"f", "arguments": {"p": {"x": "y"}}', '"g", "arguments": {"p": 1}', '"h", "arguments": {}')
+    bad = (
+        '"f", "arguments": {"p": 1}',
+        '"f", "arguments": {"p": {"z": 1}}',
+        '"g", "arguments": {"q": 1}',
+        '"h", "arguments": {"q": 1}',
+    )
+    assert all(accepts(grammar, f'[{{"name": {call}}}]') for call in good)
+    assert not any(accepts(grammar, f'[{{"name": {call}}}]') for call in bad)
+
+
+def test_names_and_data_of_functions_are_no_keywords(roomy):
+    properties = {"$schema": {"type": "integer"}, "$id": {"const": {"$ref": "#/x"}}, "e": {"enum": [{"$schema": "x"}]}}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": [*properties]}}
+    assert roomy.chat("x", tools=[{"type": "function", "function": function}], tool_choice="required").status_code == 200
+    call = '[{"name": "f", "arguments": {"$schema": 1, "$id": {"$ref": "#/x"}, "e": {"$schema": "x"}}}]'
+    assert accepts(roomy.leader.requests[-1].grammar, call)
+
+
+@pytest.mark.parametrize("depth", [110, 600, 960])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_tool_that_is_nested_deeply_is_no_error_of_the_server(roomy, depth, choice):
+    schema = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {{"properties": {{"a": {schema}}}}}}}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "x"}}], "tool_choice": "{choice}", "tools": [{tool}]}}'
+    r = roomy.client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert r.status_code in (200, 400), r.text
+    if choice == "required":
+        assert r.status_code == 400 and "deep" in r.json()["error"]["message"], r.text
+
+
+def test_an_error_in_a_tools_schema_names_the_clients_own_field(roomy):
+    good = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    bad = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    functions = [{"name": "f", "parameters": good}, {"name": "g", "parameters": bad}]
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": f} for f in functions]}
+    responses = {"input": "x", "tools": [{"type": "function", **f} for f in functions], "tool_choice": "required"}
+    tools = [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]
+    messages = {"messages": chat["messages"], "max_tokens": 5, "tools": tools, "tool_choice": {"type": "any"}}
+    r = roomy.client.post("/v1/chat/completions", json={**chat, "tool_choice": "required"})
+    assert (r.status_code, r.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+    r = roomy.client.post("/v1/responses", json=responses)
+    assert (r.status_code, r.json()["error"]["param"]) == (400, "tools[1].parameters")
+    r = roomy.client.post("/v1/messages", json=messages)
+    assert r.status_code == 400 and r.json()["error"]["message"].startswith("tools[1].input_schema: $ref at #/properties/a")
 
 
 def test_reasoning_is_apart_from_content_and_counted(thinking):

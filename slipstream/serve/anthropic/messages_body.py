@@ -17,6 +17,8 @@ NAMES = {
     "reasoning_effort": "thinking",
     "response_format": "output_config.format",
     "response_format.json_schema.schema": "output_config.format.schema",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
 }
 
 
@@ -47,7 +49,7 @@ class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thin
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True, forbid_unknown_fields=True):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str  # a text where max_tokens cut the call
     cache_control: dict[str, Any] | None = None
     # what a client's own copy of an answer carries besides
     caller: dict[str, Any] | None = None
@@ -242,7 +244,8 @@ def _assistant(message: TurnMessage) -> dict[str, Any]:
         elif isinstance(block, RedactedThinkingBlock):
             continue
         elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            arguments = block.input if isinstance(block.input, str) else json.dumps(block.input)
+            function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
             raise BadRequest("messages: tool_result stands in the user's messages only", "messages")

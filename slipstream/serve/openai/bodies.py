@@ -44,6 +44,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: Annotated[str, Meta(min_length=1)] | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None  # false: objects are as open as JSON schema has them
     whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
@@ -79,6 +80,7 @@ class Generate(Ignored, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None  # SGLang's: `structured_outputs.regex`
 
 
 class CompletionBody(Generate, kw_only=True):

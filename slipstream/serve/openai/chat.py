@@ -5,7 +5,7 @@ from slipstream.serve.openai.bodies import ChatBody
 from slipstream.serve.text.dialect import Dialect
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, chat_prompt
-from slipstream.serve.text.structured import Structure, of_parts, of_schema, structure_of
+from slipstream.serve.text.structured import Structure, of_parts, structure_of
 from slipstream.serve.text.tools import choose
 from slipstream.tokenize.tokenizer import Tokenizer
 
@@ -16,11 +16,12 @@ def plan_chat(
     """Blocking, since templates may take their time. Raises BadRequest naming the field."""
     choice = choose(body, dialect)
     bound = None
-    if choice.schema is not None:  # what a schema cannot enforce is left to the model, unless a function says strict
-        strict = any(tool.function.strict for tool in body.tools or ())
-        calls, own = of_schema(choice.schema, "tools", lenient=not strict), structure_of(body)
-        bound = Structure(calls, "tools")
+    if choice.calls:
+        own = structure_of(body)
+        bound = Structure(choice.calls, "tools")
         if choice.either and own is not None:  # the field named is the one whose schema is likelier to have been refused
-            bound = Structure(of_parts(choice.either, own.param, call=calls, answer=own.text), "tools" if strict else own.param)
+            strict = any(tool.function.strict for tool in body.tools or ())
+            either = of_parts(choice.either, own.param, call=choice.calls, answer=own.text)
+            bound = Structure(either, "tools" if strict else own.param)
     plan = make_plan(body, tokenizer, choice.reading, bound)
     return plan, [chat_prompt(body, plan, tokenizer, limits, choice.tools, dialect)]

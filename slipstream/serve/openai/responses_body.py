@@ -1,5 +1,6 @@
 """POST /v1/responses: the body, and its way to a conversation as chat has it. Pure."""
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,12 +30,15 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
+    "tools[].function": "tools[]",
 }
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "parallel_tool_calls", "priority", "cache_salt",
     "chat_template_kwargs", "stream",
 )  # fmt: skip
+
+_ITEM = re.compile(r"\[\d+\]")
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -269,12 +273,13 @@ def _format(format: TextFormat) -> dict[str, Any]:
 
 
 def renamed(error: BadRequest, names: dict[str, str]) -> BadRequest:
-    """The error with the parameter as the client of another route knows it."""
+    """The error with the parameter as the client of another route knows it; a `[]` in a name is one item of a list."""
     param, message = error.param or "", str(error)
+    item = _ITEM.search(param)
     for old in sorted(names, key=len, reverse=True):
-        if param == old or param.startswith((old + ".", old + "[")):
-            new = names[old] + param[len(old) :]
-            return BadRequest(
-                new + message[len(param) :] if message.startswith(param) else f"{new}: {message}", new, error.status
-            )
+        name, new = (n.replace("[]", item[0] if item else "[]") for n in (old, names[old]))
+        if param == name or param.startswith((name + ".", name + "[")):
+            new += param[len(name) :]
+            message = new + message[len(param) :] if message.startswith(param) else f"{new}: {message}"
+            return BadRequest(message, new, error.status)
     return error

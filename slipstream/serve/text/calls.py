@@ -1,7 +1,8 @@
 """Finds tool calls in an answer's text, piece by piece. Pure.
 
-A call is told only once it is whole and its arguments are a JSON object, so what a client gets always parses; what merely looks
-like a call stays text. Where a grammar has bound the answer (`BoundCalls`), arguments go out as they come.
+A call is told only once it is whole and its arguments are a JSON object, so what a client gets always parses; what merely
+looks like a call stays text, and a call that `max_tokens` cut is neither. Where a grammar has bound the answer
+(`BoundCalls`), arguments go out as they come.
 """
 
 import json
@@ -121,9 +122,13 @@ class Calls:
         self._scan = Scan()
         self._gap = ""  # what stood before a possible call and is told where it is none
         self._fresh = True  # nothing but white space since the beginning, or since a call
+        self._cut = False
+        self._named = re.compile(rf'"name"\s*:\s*"({"|".join(map(re.escape, functions))})"')
 
-    def push(self, text: str, last: bool = False) -> list[Part]:
+    def push(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
+        """cut: there is no more because of max_tokens, so a call that has begun is none, and no content either."""
         self._held += text
+        self._cut = cut
         out: list[Part] = []
         while self._step(out, last):
             pass
@@ -165,6 +170,9 @@ class Calls:
         """What follows a start: a call, or text after all."""
         end = self._scan.feed(self._held)
         if not end and not last:
+            return False
+        if not end and self._cut and (self._form.start in self._gap or self._named.search(self._held)):
+            self._held, self._step = "", self._text
             return False
         calls = read_calls(self._held[:end], self._functions) if end > 0 else None
         if calls is None:
@@ -210,7 +218,8 @@ class BoundCalls:
         self._told = 0  # characters of them that went out
         self._lost = False  # it is no call
 
-    def push(self, text: str, last: bool = False) -> list[Part]:
+    def push(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
+        """cut: there is no more because of max_tokens; what has come of the next call is no content."""
         self._held += text
         out: list[Part] = []
         while self._scan is not None or self._head(out):
@@ -219,7 +228,7 @@ class BoundCalls:
         if last or self._lost:
             rest = self._held
             self._held = ""
-            if rest and not self.count:
+            if rest and not self.count and not cut:
                 out.append(Part("content", rest))
         return out
 

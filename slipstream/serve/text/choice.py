@@ -194,7 +194,7 @@ class Choice:
             return
         armed, tail = len(self.ids) >= self.plan.min_tokens, self._stream.flush()
         if self._reader is not None:
-            if self._read([*self._reader.push(tail), *self._reader.finish()], armed):
+            if self._read([*self._reader.push(tail), *self._reader.finish(cut=reason == "length")], armed):
                 return
         elif tail:
             self._length += len(tail)

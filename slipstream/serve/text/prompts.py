@@ -183,16 +183,20 @@ def templated(
     if isinstance(body, ChatBody):
         extra = {**dialect.effort(body.reasoning_effort, "reasoning_effort"), **extra}
     plain = [_plain(i, m) for i, m in enumerate(messages)]
-    if not dialect.template_tools:
-        plain, tools = in_plain_text(plain, tools), None
-    return tokenizer.apply_chat(
-        plain,
-        max_chars=limits and limits.max_len * LONGEST_TOKEN,
-        add_generation_prompt=generation,
-        continue_final_message=going_on,
-        tools=tools,
-        **extra,
-    )
+    param = "tools" if tools else "chat_template_kwargs"
+    try:
+        if not dialect.template_tools:
+            plain, tools = in_plain_text(plain, tools), None
+        return tokenizer.apply_chat(
+            plain,
+            max_chars=limits and limits.max_len * LONGEST_TOKEN,
+            add_generation_prompt=generation,
+            continue_final_message=going_on,
+            tools=tools,
+            **extra,
+        )
+    except RecursionError:
+        raise BadRequest(f"{param}: nested too deeply", param) from None
 
 
 def _plain(index: int, message: Message) -> dict:
@@ -213,8 +217,7 @@ def _plain(index: int, message: Message) -> dict:
     if message.tool_calls:
         if message.role != "assistant":
             raise BadRequest("tool_calls: only in the assistant's messages", f"messages[{index}].tool_calls")
-        where = f"messages[{index}].tool_calls"
-        out["tool_calls"] = [call_for_template(call, f"{where}[{i}]") for i, call in enumerate(message.tool_calls)]
+        out["tool_calls"] = [call_for_template(call) for call in message.tool_calls]
     if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
         out["reasoning_content"] = reasoning
     return out

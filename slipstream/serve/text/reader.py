@@ -41,24 +41,25 @@ class Reader:
         return self._thinking is not None and self._thinking.inside
 
     def push(self, text: str) -> list[Part]:
-        return self._read(text, False)
+        return self._read(text, False, False)
 
-    def finish(self) -> list[Part]:
-        return self._read("", True)
+    def finish(self, cut: bool = False) -> list[Part]:
+        """cut: the answer ends because of max_tokens."""
+        return self._read("", True, cut)
 
-    def _read(self, text: str, last: bool) -> list[Part]:
+    def _read(self, text: str, last: bool, cut: bool) -> list[Part]:
         pieces = self._thinking.push(text, last) if self._thinking else [(False, text)]
         out: list[Part] = []
         for reasoning, piece in pieces:
-            out += [Part("reasoning", piece)] if reasoning else self._content(piece, False)
+            out += [Part("reasoning", piece)] if reasoning else self._content(piece)
         if last:
-            out += self._content("", True)
+            out += self._content("", True, cut)
         return [part for part in out if self._allowed(part)]
 
-    def _content(self, text: str, last: bool) -> list[Part]:
+    def _content(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
         if self._calls is None:
             return [Part("content", text)] if text else []
-        return self._calls.push(text, last)
+        return self._calls.push(text, last, cut)
 
     def _allowed(self, part: Part) -> bool:
         """Counts calls; without parallel calls, nothing follows the first."""

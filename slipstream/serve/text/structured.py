@@ -1,10 +1,11 @@
 """Structured output: from a body's fields to the grammar that its answer must follow.
 
-`response_format` as OpenAI has it, `structured_outputs` as vLLM has it. The grammar's text is llguidance's; its makers here
-(`of_schema` and those after it) are for every feature that binds an answer. Nothing is compiled here (see `grammar_check`).
+`response_format` as OpenAI has it, `structured_outputs` as vLLM has it, `regex` as SGLang has it. The grammar's text is
+llguidance's; its makers here (`of_schema` and those after it) are for every feature that binds an answer. Nothing is
+compiled here (see `grammar_check`).
 
-A schema is followed exactly, and what the library cannot enforce is refused by its keyword's name. Only with `strict: false` is
-such a keyword left to the model's good will, and `oneOf` taken as `anyOf`.
+A schema is followed exactly, and what cannot be enforced is refused by its keyword's name. Only with `strict: false` is such
+a keyword left to the model's good will, and `oneOf` taken as `anyOf` (see `grammar.schema`).
 """
 
 import json
@@ -17,6 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from msgspec import Meta
 
 from slipstream.errors import BadRequest
+from slipstream.grammar.schema import Simplifier
 from slipstream.serve.errors import to_bad_request
 from slipstream.serve.openai.bodies import Generate, StructuredOutputs
 
@@ -49,11 +51,15 @@ class Format(msgspec.Struct, forbid_unknown_fields=True):
 
 def structure_of(body: Generate) -> Structure | None:
     """What binds the answer, None where nothing does. Raises BadRequest naming the field."""
-    by_format = None if body.response_format is None else _of_format(body.response_format)
-    by_outputs = None if body.structured_outputs is None else _of_outputs(body.structured_outputs)
-    if by_format and by_outputs:
-        raise BadRequest("structured_outputs: not together with response_format", "structured_outputs")
-    return by_format or by_outputs
+    found = {
+        "response_format": None if body.response_format is None else _of_format(body.response_format),
+        "structured_outputs": None if body.structured_outputs is None else _of_outputs(body.structured_outputs),
+        "regex": None if body.regex is None else Structure(of_regex(body.regex, "regex"), "regex"),
+    }
+    given = [name for name, structure in found.items() if structure is not None]
+    if len(given) > 1:
+        raise BadRequest(f"{given[1]}: not together with {given[0]}", given[1])
+    return found[given[0]] if given else None
 
 
 def _of_format(given: dict[str, Any]) -> Structure | None:
@@ -85,14 +91,14 @@ def _of_outputs(given: StructuredOutputs) -> Structure:
         return Structure(of_grammar(given.grammar, param), param)
     spaces = "" if given.disable_any_whitespace else given.whitespace_pattern
     schema = {"type": "object"} if given.json is None else _loaded(given.json, param)
-    return Structure(of_schema(schema, param, spaces=spaces), param)
+    return Structure(of_schema(schema, param, spaces=spaces, closed=given.disable_additional_properties is not False), param)
 
 
 def _loaded(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     if isinstance(schema, dict):
         return schema
     try:
-        found = json.loads(schema)
+        found = json.loads(schema, parse_constant=_no_number)
     except (ValueError, RecursionError) as e:
         raise BadRequest(f"{param}: is not JSON: {str(e)[:200]}", param) from None
     if not isinstance(found, dict):
@@ -100,22 +106,44 @@ def _loaded(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     return found
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 # --- the makers of grammars
 
 
-def of_schema(schema: dict[str, Any], param: str, *, lenient: bool = False, spaces: str | None = None) -> str:
-    """JSON that fits the schema. spaces: a pattern for what may stand between its tokens, "" for nothing; None: SPACES."""
-    options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
+def of_schema(
+    schema: dict[str, Any], param: str, *, lenient: bool = False, spaces: str | None = None, closed: bool = True
+) -> str:
+    """JSON that fits the schema. lenient, closed: see `grammar.schema`. spaces: see `of_simplified`."""
+    _check_size(dump(schema, param), param)
+    to = Simplifier(closed)
+    return of_simplified(to.add(schema, param, lenient), to, param, spaces)
+
+
+def of_simplified(schema: Any, to: Simplifier, param: str, spaces: str | None = None) -> str:
+    """JSON that fits what `to` gave. spaces: a pattern for what may stand between its tokens, "" for nothing; None: SPACES."""
+    options: dict[str, Any] = {}
     if spaces == "":
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = f"({spaces or SPACES})"
+    if to.open:  # the key \u0061 would be one more a: nothing is escaped but what JSON does not allow unescaped
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    text = _check_size(dump({**schema, "$defs": to.defs}, param), param)
     try:
-        text = json.dumps(schema)
-        _check_size(text, param)
         return _check_size(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options), param)  # type: ignore[arg-type]
-    except (ValueError, RecursionError) as e:
-        raise BadRequest(f"{param}: {'nested too deeply' if isinstance(e, RecursionError) else e}", param) from None
+    except ValueError as e:
+        raise BadRequest(f"{param}: {e}", param) from None
+
+
+def dump(schema: Any, param: str) -> str:
+    try:
+        return json.dumps(schema)
+    except RecursionError:
+        raise BadRequest(f"{param}: nested too deeply", param) from None
 
 
 def of_regex(pattern: str, param: str) -> str:

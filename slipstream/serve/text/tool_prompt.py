@@ -6,8 +6,6 @@ The plain text is what Hermes and Qwen models are trained on, which other small 
 import json
 from typing import Any
 
-from slipstream.errors import BadRequest
-
 _BEFORE = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -24,15 +22,17 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def call_for_template(call: Any, where: str) -> dict[str, Any]:
-    """An assistant's earlier call, its arguments as the object that templates write out. Raises BadRequest naming the field."""
+def call_for_template(call: Any) -> dict[str, Any]:
+    """An assistant's earlier call: its arguments as the object that templates write out, or as the text that they are.
+
+    Clients send back what a model wrote, and a call that max_tokens cut is no JSON.
+    """
     text = call.function.arguments
     try:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}.function.arguments: must be a JSON object in a text", f"{where}.function.arguments")
+        arguments = text
+    arguments = arguments if isinstance(arguments, dict) else text
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

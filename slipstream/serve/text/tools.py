@@ -6,31 +6,24 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slipstream.errors import BadRequest
+from slipstream.grammar.schema import Simplifier
 from slipstream.serve.openai.bodies import AllowedChoice, ChatBody, NamedChoice, Tool
 from slipstream.serve.text.calls import FORMS, ToolCallFormat
 from slipstream.serve.text.dialect import Dialect
 from slipstream.serve.text.reader import Reading
+from slipstream.serve.text.structured import of_simplified
 
 MAX_TOOLS = 128
 MAX_CALLS = 16  # of one forced answer; a small model may not stop by itself
-_OPEN = {
-    "additionalProperties",
-    "patternProperties",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "if",
-    "$ref",
-}  # says itself what more there may be
 
 
 class ToolChoiceRule(NamedTuple):
-    """`tools` go to the template; with a `schema`, the answer must be calls that fit it: all of it, or by `either`."""
+    """`tools` go to the template. With a grammar `calls`, the answer must be such calls: all of it, or by `either`."""
 
     tools: list[dict[str, Any]] | None
     reading: Reading | None
-    schema: dict[str, Any] | None
-    either: str = ""  # Lark of an answer that is calls (one is @call, which has the schema) or what else binds it (@answer)
+    calls: str = ""
+    either: str = ""  # Lark of an answer that is calls (one is @call, which is the grammar) or what else binds it (@answer)
 
 
 def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
@@ -46,11 +39,11 @@ def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
         raise BadRequest("tool_choice: needs tools", "tool_choice")
     if named and named not in names:
         raise BadRequest("tool_choice: names a function that is not among the tools", "tool_choice.function.name")
-    bound = (body.response_format or {}).get("type", "text") != "text" or body.structured_outputs is not None
+    bound = (body.response_format or {}).get("type", "text") != "text" or bool(body.structured_outputs or body.regex)
     if not tools or choice == "none":
         # with "none" the model does not hear of tools, as in vLLM; a bound answer begins with what binds it, not with reasoning
         thinks = dialect.thinking != "none" and not bound
-        return ToolChoiceRule(None, Reading(dialect.thinking, keep=dialect.keep) if thinks else None, None)
+        return ToolChoiceRule(None, Reading(dialect.thinking, keep=dialect.keep) if thinks else None)
     if dialect.calls not in FORMS and choice == "auto":
         why = "is switched off (--tool-call-parser none)" if dialect.calls == "none" else "has a form that is not known"
         raise BadRequest(
@@ -58,16 +51,16 @@ def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
         )
     parallel = body.parallel_tool_calls is not False
     if choice == "auto" and not bound:
-        return ToolChoiceRule(tools, Reading(dialect.thinking, dialect.calls, frozenset(names), parallel, dialect.keep), None)
+        return ToolChoiceRule(tools, Reading(dialect.thinking, dialect.calls, frozenset(names), parallel, dialect.keep))
     key = FORMS[dialect.calls].key if dialect.calls in FORMS else "arguments"
+    several = choice != "auto" and parallel and named is None
     wanted = [t["function"] for t in tools if named in (None, t["function"]["name"])]
+    places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(body.tools or ())}
+    calls = calls_grammar(wanted, key, several, places)
     if choice == "auto":
         reading = Reading("none", dialect.calls, frozenset(names), parallel, dialect.keep)
-        return ToolChoiceRule(
-            tools, reading, calls_schema(wanted, key, False), either(FORMS[dialect.calls], dialect.marks, parallel)
-        )
-    schema = calls_schema(wanted, key, parallel and named is None)
-    return ToolChoiceRule(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), schema)
+        return ToolChoiceRule(tools, reading, calls, either(FORMS[dialect.calls], dialect.marks, parallel))
+    return ToolChoiceRule(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), calls)
 
 
 def _allowed(tools: list[dict[str, Any]], choice: AllowedChoice) -> list[dict[str, Any]]:
@@ -117,28 +110,16 @@ def either(form: ToolCallFormat, special: frozenset[str], several: bool) -> str:
     return f"start: @answer | one{more}\none: {one}\n"
 
 
-def calls_schema(functions: list[dict[str, Any]], key: str, several: bool) -> dict[str, Any]:
-    """JSON schema of one call, or of a list of calls; each function's own schema stands under $defs, where its refs point."""
-    defs, calls = {}, []
-    for i, function in enumerate(functions):
+def calls_grammar(functions: list[dict[str, Any]], key: str, several: bool, places: dict[str, str]) -> str:
+    """Grammar of one call, or of a list of calls, with the arguments under `key`. places: the field of each function's schema.
+
+    What a schema cannot enforce is left to the model, unless the function says strict. Raises BadRequest naming the field.
+    """
+    to, calls = Simplifier(), []
+    for function in functions:
         own = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-        if not _OPEN & own.keys():  # a function takes what it names; JSON schema alone would let a model invent more
-            own["additionalProperties"] = False
-        defs[f"f{i}"] = _moved(own, f"#/$defs/f{i}")
-        properties = {"name": {"const": function["name"]}, key: {"$ref": f"#/$defs/f{i}"}}
+        arguments = to.add(own, places[function["name"]], lenient=not function.get("strict"))
+        properties = {"name": {"const": function["name"]}, key: arguments}
         calls.append({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_CALLS} if several else one), "$defs": defs}
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """The schema with its references to itself pointing below `root`."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {k: _moved(v, root) for k, v in schema.items() if k not in ("$id", "$schema")}
-    ref = out.get("$ref")
-    if isinstance(ref, str) and ref.startswith("#"):
-        out["$ref"] = root + ref[1:]
-    return out
+    return of_simplified({"type": "array", "items": one, "minItems": 1, "maxItems": MAX_CALLS} if several else one, to, "tools")
