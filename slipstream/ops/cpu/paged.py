@@ -11,12 +11,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.interface import Attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_PAST_TOKENS = 64  # what a chunk reads of the cache is padded to a multiple of this
 _WIDE = 16  # pages from which rows of very different lengths are no longer padded to one length
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that is computed in place of `rows`: the same up to 16, eight sizes an octave above.
+
+    oneDNN keeps the kernels of each size that it has met, many of them for ever: with prompts of mixed lengths the process would
+    grow without end. The planner's step sizes (`schedule/budget.py`) are among these, so its full steps need no padding.
+    """
+    grain = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // grain) * grain
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +48,8 @@ class Chunk:
     first: int
     last: int
     start: int
-    pages: Tensor  # int64 [ceil(start / block)]
+    pages: Tensor  # int64 [n]: those of the tokens before, then the null page up to a multiple of `_PAST_TOKENS`
+    mask: Tensor | None  # [1, 1, 1, n * block] 0 or -inf; None where the tokens before fill their pages
 
 
 @dataclass(eq=False)
@@ -76,11 +89,22 @@ def build_step(
         write_at=torch.from_numpy(write_at),
         singles=_singles(one, firsts, slots, starts, block_table, dtype, page_size, len(one) == len(of_row)),
         chunks=[
-            Chunk(int(f), int(f + n), int(s), torch.from_numpy(block_table[slot, : -(-s // page_size)].astype(np.int64)))
+            _chunk(int(f), int(n), int(s), block_table[slot], dtype, page_size)
             for f, n, s, slot in zip(firsts, counts, starts, slots, strict=True)
             if n > 1
         ],
     )
+
+
+def _chunk(first: int, count: int, start: int, pages: np.ndarray, dtype: torch.dtype, page_size: int) -> Chunk:
+    filled, grain = -(-start // page_size), max(1, _PAST_TOKENS // page_size)
+    past = np.zeros(-(-filled // grain) * grain, np.int64)
+    past[:filled] = pages[:filled]
+    mask = None
+    if start < len(past) * page_size:
+        mask = torch.zeros(1, 1, 1, len(past) * page_size, dtype=dtype)
+        mask[..., start:] = -torch.inf
+    return Chunk(first, first + count, start, torch.from_numpy(past), mask)
 
 
 def _singles(one, firsts, slots, starts, block_table, dtype, page_size, alone) -> list[Singles]:
@@ -137,19 +161,23 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
 
 
 def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor) -> None:
-    n, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
-    share = num_q_heads // keys
+    count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
+    n, share = padded_rows(count), num_q_heads // keys
+    if n > count:
+        x = F.pad(x, (0, 0, 0, 0, 0, n - count))  # after the last row, where no row looks
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
     own, own_lse = _flash(q[None], k[None], v[None], 0.0, True, scale=spec.scale)
     if chunk.start:
-        past = cache.index_select(0, chunk.pages).view(-1, 2 * keys, dim)[: chunk.start].transpose(0, 1)
+        past = cache.index_select(0, chunk.pages).view(-1, 2 * keys, dim)
+        past[chunk.start :] = 0  # what lies there may be another's, and not finite
+        past = past.transpose(0, 1)
         rows = q.reshape(1, keys, share * n, dim)
-        old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, scale=spec.scale)
+        old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, attn_mask=chunk.mask, scale=spec.scale)
         own = _join(
             own, own_lse.view(1, num_q_heads, n, 1), old.reshape(1, num_q_heads, n, dim), old_lse.reshape(1, num_q_heads, n, 1)
         )
-    out.view(n, num_q_heads, dim).copy_(own[0].transpose(0, 1))
+    out.view(count, num_q_heads, dim).copy_(own[0, :, :count].transpose(0, 1))
 
 
 def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
