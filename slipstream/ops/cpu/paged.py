@@ -24,8 +24,8 @@ _WIDE = 16  # pages from which rows of very different lengths are no longer padd
 def padded_rows(rows: int) -> int:
     """The number of rows that is computed in place of `rows`: the same up to 16, eight sizes an octave above.
 
-    oneDNN keeps the kernels of each size that it has met, many of them for ever: with prompts of mixed lengths the process would
-    grow without end. The planner's step sizes (`schedule/budget.py`) are among these, so its full steps need no padding.
+    oneDNN keeps the kernels of each size that it has met, many of them for ever: with prompts of mixed lengths the process
+    would grow without end. The planner's step sizes (`schedule/budget.py`) are among these, so its full steps need no padding.
     """
     grain = 1 << max(0, (rows - 1).bit_length() - 4)
     return -(-rows // grain) * grain
