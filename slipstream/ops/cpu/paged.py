@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.interface import Attention
@@ -164,7 +163,7 @@ def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: 
     count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
     n, share = padded_rows(count), num_q_heads // keys
     if n > count:
-        x = F.pad(x, (0, 0, 0, 0, 0, n - count))  # after the last row, where no row looks
+        x = torch.cat([x, x[: n - count]])  # after the last row, where no row looks
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
     own, own_lse = _flash(q[None], k[None], v[None], 0.0, True, scale=spec.scale)
