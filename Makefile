@@ -17,13 +17,14 @@ HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 PIP_FLAGS := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
-.PHONY: help install dev serve test test-gpu matrix verify lint bench bench-host bench-gpu clean
+.PHONY: help install dev serve test test-gpu matrix verify soak lint bench bench-host bench-gpu clean
 
 help:
 	@echo "make serve    fetch the default model and serve it on http://127.0.0.1:8000"
 	@echo "make test     run the whole test suite"
 	@echo "make matrix   every setting of the equality matrix, and prompts of thousands of tokens (about 10 minutes)"
 	@echo "make verify   explore the scheduling protocol and its rivals exhaustively, find planted bugs, then simulate 1000 groups with faults"
+	@echo "make soak     mixed requests for 10 minutes; fails on an error or where a process's memory goes on growing"
 	@echo "make install  make .venv and install Slipstream into it"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
@@ -66,6 +67,9 @@ verify: install
 	$(VENV)/bin/slipstream verify $(ARGS)
 	$(VENV)/bin/slipstream verify --mutants
 	$(VENV)/bin/slipstream verify --simulate --seeds 0..999 --jobs 2
+
+soak: install
+	$(VENV)/bin/python -m slipstream.bench.load.soak --serve "$(MODEL)" $(ARGS)
 
 lint: dev
 	$(VENV)/bin/ruff check .

@@ -30,6 +30,11 @@ class Fixed:
     n: int
     allow_partial: bool = False
 
+    @property
+    def need(self) -> int:
+        """Units that must be held before a chunk is cut, at most, unless the producer has ended."""
+        return 1 if self.allow_partial else self.n
+
     def cut(self, fresh: int, have: int, ended: bool) -> tuple[int, int] | None:
         stop = min(have, fresh + self.n)
         full = stop - fresh == self.n or self.allow_partial or ended
@@ -45,6 +50,10 @@ class SlidingWindow:
 
     window: int
     stride: int
+
+    @property
+    def need(self) -> int:
+        return self.window
 
     def _start(self, fresh: int) -> int:
         return fresh - (self.window - self.stride) if fresh else 0
@@ -65,6 +74,10 @@ class LeftContext:
 
     chunk: int
     context: int
+
+    @property
+    def need(self) -> int:
+        return self.chunk + self.context
 
     def cut(self, fresh: int, have: int, ended: bool) -> tuple[int, int] | None:
         stop = min(have, fresh + self.chunk)

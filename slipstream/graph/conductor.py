@@ -14,9 +14,25 @@ from typing import Any, NamedTuple, Protocol
 
 from slipstream.errors import BadRequest, EngineDown, SlipstreamError
 from slipstream.graph.chunks import join, size_of, units
-from slipstream.graph.messages import Abort, Done, Failed, Feed, Forget, FromGroup, Open, Piece, Stop, Stored, ToGroup, Took
+from slipstream.graph.messages import (
+    Abort,
+    Done,
+    Failed,
+    Feed,
+    Forget,
+    FromGroup,
+    Inspect,
+    Open,
+    Piece,
+    Standing,
+    Stop,
+    Stored,
+    ToGroup,
+    Took,
+)
 from slipstream.graph.model import Edge, Model, Stream
 from slipstream.graph.plan import WalkPlan, make_plan
+from slipstream.graph.watch import StallWatch
 from slipstream.graph.work import MAX_GATHERED
 from slipstream.transport.base import Transport
 
@@ -69,6 +85,7 @@ class Run:
         self._credit = {
             i: link.window for i in plan.links if isinstance(link := plan.link(i), Stream) and link.source.startswith("in.")
         }
+        self.watch = StallWatch(plan.given)
         self._gathered: dict[str, list[Any]] = {}
         self._sizes: dict[str, int] = {}
         self._ended = False  # nothing more for the client
@@ -86,6 +103,7 @@ class Run:
             self._wake.clear()
             await self._wake.wait()
         link, output = self._queue.popleft()
+        self.watch.moved()
         if isinstance(self.plan.link(link), Stream) and output.value is not None:
             self._conductor.took(self, link, 1)
         return output
@@ -101,12 +119,18 @@ class Run:
             if isinstance(link, Edge):
                 self._gather(port, i, value, last)
                 continue
-            while self._credit[i] < 1 and value is not None and not self._ended:
-                self._wake.clear()
-                await self._wake.wait()
+            self.watch.blocked += 1
+            try:
+                while self._credit[i] < 1 and value is not None and not self._ended:
+                    self._wake.clear()
+                    await self._wake.wait()
+            finally:
+                self.watch.blocked -= 1
             if value is not None:
                 self._credit[i] -= 1
             self._give(i, value, last)
+        if last:
+            self.watch.unfed.discard(port)
         if self.failure:
             raise self.failure
 
@@ -122,6 +146,7 @@ class Run:
 
     def _give(self, i: int, value: Any, last: bool) -> None:
         group = self._conductor.group_of(self.plan.link(i).target)
+        self.watch.moved()
         if group in self._open:
             group.send(Feed(self.id, i, value, last))
 
@@ -154,10 +179,18 @@ class Run:
 
 
 class Conductor:
-    """All requests of one composite model. `transport` is this process's end, for values that lie there."""
+    """All requests of one composite model. `transport` is this process's end, for values that lie there.
 
-    def __init__(self, model: Model, groups: Sequence[ComponentGroup], transport: Transport | None = None):
+    A request in which nothing has moved for `step_timeout` seconds, and in which nothing can, fails with the component's name.
+    One that only waits for its turn, or for its client, does not.
+    """
+
+    def __init__(
+        self, model: Model, groups: Sequence[ComponentGroup], transport: Transport | None = None, step_timeout: float = 30.0
+    ):
         self.model = model
+        self.step_timeout = step_timeout
+        self._look: asyncio.TimerHandle | None = None
         self.groups = list(groups)
         self.transport = transport
         self.runs: dict[int, Run] = {}
@@ -186,7 +219,29 @@ class Conductor:
         self.runs[run.id] = run
         for group in groups:
             group.send(Open(run.id, walk, plan.wanted, params or {}))
+        if self._look is None:
+            self._look_later()
         return run
+
+    def _look_later(self) -> None:
+        self._look = asyncio.get_running_loop().call_later(self.step_timeout / 4, self._look_for_stalls)
+
+    def _look_for_stalls(self) -> None:
+        for run in list(self.runs.values()):
+            if not run._ended and not run._queue and run.watch.stands_since(self.step_timeout):
+                for group in list(run._open):
+                    group.send(Inspect(run.id))
+        self._look = None
+        if self.runs:
+            self._look_later()
+
+    def _stands(self, run: Run, group: ComponentGroup, standing: Standing) -> None:
+        run.watch.answer(group, standing.moves, standing.waits)
+        stall = run.watch.verdict(run._open, run.plan.components)
+        if stall and not run._ended and not run._queue:
+            component, why = stall
+            message = f"the request has made no progress for {self.step_timeout:g} s (--step-timeout): {why}"
+            self._fail(run, RequestFailed(component, message))
 
     def took(self, run: Run, i: int, count: int) -> None:
         """Gives credit to a link's producer."""
@@ -199,7 +254,11 @@ class Conductor:
 
     def _event(self, group: ComponentGroup, event: FromGroup) -> None:
         run = self.runs.get(event.id)
+        if run and not isinstance(event, Standing):
+            run.watch.moved()
         match event:
+            case Standing() if run:
+                self._stands(run, group, event)
             case Piece():
                 self._piece(run, event)
             case Took(link=link, count=count) if run:

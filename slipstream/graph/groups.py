@@ -25,8 +25,10 @@ from slipstream.graph.messages import (
     Forget,
     Frames,
     FromGroup,
+    Inspect,
     Open,
     Piece,
+    Standing,
     Stop,
     Stored,
     ToGroup,
@@ -192,6 +194,9 @@ class TaskGroup:
             case Feed(id=id) if message.last and id in self._requests and id not in self._tasks:
                 value = "" if message.value is None else message.value
                 self._tasks[id] = asyncio.get_running_loop().create_task(self._run(id, value))
+            case Inspect(id=id) if id in self._requests:
+                moves = id in self._tasks
+                self.on_event(self, Standing(id, moves, {} if moves else {self.components[0]: "waits for its input"}))
             case Abort(id=id) | Stop(id=id) if id in self._requests:
                 if task := self._tasks.pop(id, None):
                     task.cancel()

@@ -60,6 +60,12 @@ class Took(msgspec.Struct, frozen=True, tag=True):
     count: int
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Asks where a request stands; answered by `Standing`, after everything that was sent before."""
+
+    id: int
+
+
 class Forget(msgspec.Struct, frozen=True, tag=True):
     """A process of the transport is gone; what it held is released."""
 
@@ -92,9 +98,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     param: str | None = None  # the parameter at fault
 
 
-ToWork = Open | Feed | Stop | Abort | Took  # about one request
+class Standing(msgspec.Struct, frozen=True, tag=True):
+    """Whether a request has a step under way or due in this group, and for what each of its components waits that has none."""
+
+    id: int
+    moves: bool
+    waits: dict[str, str] = {}
+
+
+ToWork = Open | Feed | Stop | Abort | Took | Inspect  # about one request
 ToGroup = ToWork | Forget
-FromGroup = Piece | Took | Done | Failed
+FromGroup = Piece | Took | Standing | Done | Failed
 
 
 class Stored(msgspec.Struct, frozen=True):

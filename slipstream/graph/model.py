@@ -10,6 +10,7 @@ from functools import cached_property
 
 from slipstream.errors import ConfigError
 from slipstream.graph.chunks import Fixed, Policy, Whole, faults
+from slipstream.graph.stall import Connection, Order, window_fault
 
 KINDS = ("text", "array", "value")  # texts; numpy arrays cut along their first axis; anything msgpack can carry, never cut
 ROLES = ("function", "encoder", "autoregressive", "codec", "language_model")
@@ -54,12 +55,16 @@ class Edge:
 
 @dataclass(frozen=True)
 class Stream:
-    """Carries an output in pieces, at most `window` of them unread at a time, cut for the consumer by `policy`."""
+    """Carries an output in pieces, at most `window` of them unread at a time, cut for the consumer by `policy`.
+
+    `piece` is how many units each piece has at least, the last one aside: a window must hold what a chunk takes.
+    """
 
     source: str
     target: str
     policy: Policy = Fixed(1, allow_partial=True)
     window: int = 4
+    piece: int = 1
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,8 @@ def _check_walk(model: Model, walk: Walk) -> None:
         if all(f"{name}.{p}" not in fed for p in model.by_name[name].inputs):
             raise ConfigError(f"walk {walk.name}: component {name}: only loops feed it, so it would never start")
     _check_order(walk)
+    if fault := _order(model, walk).fault():
+        raise ConfigError(f"walk {walk.name}: {fault}")
     for fork in walk.forks:
         if fork.component not in walk.components or fork.branches < 2:
             raise ConfigError(f"walk {walk.name}: fork of {fork.component}: no such component here, or fewer than 2 branches")
@@ -235,6 +242,8 @@ def _stream_fault(link: Stream, source: str | None, target: Port | None) -> str 
         return fault
     if link.window < 1:
         return "window must be at least 1"
+    if target and (fault := window_fault(link.policy, link.window, link.piece)):
+        return fault
     if source == "value" or (target and target.kind == "value"):
         return "a value cannot be streamed; use Edge"
     if target and target.takes == "whole":
@@ -271,3 +280,11 @@ def _check_order(walk: Walk) -> None:
             )
         for n in free:
             del left[n]
+
+
+def _order(model: Model, walk: Walk) -> Order:
+    """A language model writes at its own pace: its streams have no credit (see `graph/groups.py`)."""
+    inner = [link for link in walk.links if not link.target.startswith("out.")]
+    edges = [Connection(link.source, link.target) for link in inner if isinstance(link, Edge)]
+    streams = [Connection(link.source, link.target) for link in inner if isinstance(link, Stream)]
+    return Order(edges, streams, [c.name for c in model.components if c.role == "language_model"])

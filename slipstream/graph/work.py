@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.errors import BadRequest
 from slipstream.graph.chunks import Chunk, Cutter, join, size_of
-from slipstream.graph.messages import Abort, Done, Failed, Feed, FromGroup, Open, Piece, Stop, Took, ToWork
+from slipstream.graph.messages import Abort, Done, Failed, Feed, FromGroup, Inspect, Open, Piece, Standing, Stop, Took, ToWork
 from slipstream.graph.model import Component, Edge, Loop, Model, Stream, policy_of
 from slipstream.graph.plan import make_plan
 from slipstream.graph.rows import ComponentRequest, Job, Result, Row, StepFunction
@@ -59,6 +59,8 @@ class Work:
             case Abort():
                 self._drop(request)
                 self.effects.append(Done(request.id))
+            case Inspect():
+                self.effects.append(self._standing(request))
 
     def _open(self, m: Open) -> None:
         plan = make_plan(self.model, m.walk, m.wanted)
@@ -155,6 +157,20 @@ class Work:
             return False
         whole_text = any(p.kind == "text" and p.takes == "whole" for p in job.component.inputs.values())
         return job.component.closes or (job.steps == 0 and whole_text)
+
+    def _standing(self, request: ComponentRequest) -> Standing:
+        open = [job for job in request.jobs.values() if not job.ended]
+        if any(job.busy or self._steppable(job) for job in open):
+            return Standing(request.id, True)
+        return Standing(request.id, False, {job.component.name: self._waits_for(job) for job in open})
+
+    def _waits_for(self, job: Job) -> str:
+        """What keeps a job from stepping."""
+        links = [job.request.plan.link(i) for links in job.routes.values() for i in links if job.request.credit.get(i, 1) < 1]
+        if links:
+            return f"waits for room in the stream {links[0].source} -> {links[0].target}"
+        ports = [port for port, cutter in job.cutters.items() if not (cutter.ready or cutter.exhausted)]
+        return f"waits for its input {', '.join(ports)}"
 
     def take(self) -> tuple[str, list[Row]] | None:
         """The rows of the next step: the component whose first row has waited longest among those with rows, in turn."""

@@ -18,6 +18,8 @@ from slipstream.process.group import Spec
 from slipstream.process.protocol import Hello
 from slipstream.process.supervisor import Supervisor
 
+EXAMPLE = "Name the capital of France."  # its greedy answer has a clear margin at every token (tests/models/test_examples.py)
+
 
 class Others(NamedTuple):
     """The groups of a composite model beside its language model's (`graph.launch`), and what front ends need for them."""
@@ -110,8 +112,8 @@ def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: soc
         where = curl = f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
     name = config.served_names(engine, server)[0]
-    question = '{"role": "user", "content": "What is the capital of France?"}'
-    body = f'{{"model": "{name}", "messages": [{question}], "max_tokens": 64}}'
+    question = f'{{"role": "user", "content": "{EXAMPLE}"}}'
+    body = f'{{"model": "{name}", "messages": [{question}], "temperature": 0, "max_tokens": 64}}'
     json = "-H 'Content-Type: application/json'"
     with contextlib.suppress(OSError):  # nobody reads it; the server serves all the same
         print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)

@@ -80,7 +80,8 @@ def completions(body: CompletionBody, desk: Desk, earlier: bytes) -> Prepared:
 
 
 def _completion_size(body: CompletionBody) -> int | None:
-    bound = body.response_format is not None or body.structured_outputs is not None  # a grammar's text may take its time
+    # a grammar's text may take its time
+    bound = body.response_format is not None or body.structured_outputs is not None or body.regex is not None
     return None if bound else size_of(body)
 
 

@@ -78,13 +78,6 @@ class LimitedProcess:
         """Returns when the process has ended."""
         self._process.wait()
 
-    def ended(self) -> int | None:
-        """For after `ask` gave None: the exit status (negative: by that signal), None where the process is there still."""
-        try:
-            return self._process.wait(0.5)  # one that has closed its pipes is about to end
-        except subprocess.TimeoutExpired:
-            return None
-
     @property
     def alive(self) -> bool:
         return self._process.poll() is None

@@ -3,15 +3,19 @@ import contextlib
 import os
 import select
 import socket
+import time
 
 import msgspec
+import numpy as np
 import pytest
 
 from slipstream.config import EngineConfig
 from slipstream.errors import BadRequest, EngineDown
+from slipstream.graph.chunks import Fixed
 from slipstream.graph.conductor import Conductor, RequestFailed
 from slipstream.graph.groups import LocalGroup, ProcessGroup, TaskGroup
-from slipstream.graph.model import Edge, Model, Stream, Walk
+from slipstream.graph.model import Edge, Model, Stream, Walk, check
+from slipstream.graph.rows import Result
 from slipstream.graph.work import Work
 from slipstream.graph.worker import WorkerSpec, build_steps
 from slipstream.process.board import Board
@@ -245,6 +249,78 @@ def test_what_can_never_fit_ends_its_request_visibly():
                 await run.feed("x", "?")
             run.abort()
             await settled(s)
+
+    asyncio.run(main())
+
+
+def stalling(steps):
+    """A model that the check cannot know to stall: of two streams of one producer, one is used four times as fast."""
+    make = component("make", {"n": "array"}, {"a": "array", "b": "array"}, role="autoregressive")
+    eat = component("eat", {"a": "array/partial", "b": "array/chunks"}, {"y": "array"})
+    streams = (Stream("make.a", "eat.a"), Stream("make.b", "eat.b", Fixed(4)))
+    m = Model("m", (make, eat), (Walk("w", (Edge("in.n", "make.n"), *streams, Stream("eat.y", "out.y"))),))
+    check(m)
+    return Conductor(m, [LocalGroup(Work(m, ("make",), steps)), LocalGroup(Work(m, ("eat",), steps))], step_timeout=0.2)
+
+
+def make_pieces(rows):
+    one = np.zeros(1)
+    return [Result({"a": one, "b": one}, state=(r.branches[0] or 0) + 1, again=(r.branches[0] or 0) < 30) for r in rows]
+
+
+def eat_pieces(rows):
+    return [Result({"y": np.zeros(1)}) for _ in rows]
+
+
+def test_a_request_in_which_nothing_can_move_ends_with_the_component_s_name():
+    async def main():
+        conductor = stalling({"make": make_pieces, "eat": eat_pieces})
+        run = conductor.open("w")
+        await run.feed("n", np.zeros(1), True)
+        said = r"make: .* no progress for 0.2 s .*: make waits for room in the stream make.a -> eat.a; eat .* its input b"
+        with pytest.raises(RequestFailed, match=said):
+            await asyncio.wait_for(drain(run), 30)
+        assert not conductor.runs
+
+    asyncio.run(main())
+
+
+def test_a_blocked_input_is_a_stall_and_a_silent_client_is_none():
+    async def main():
+        keep = component("keep", {"x": "array/chunks"}, {"y": "array"})
+        m = Model("m", (keep,), (Walk("w", (Stream("in.x", "keep.x", Fixed(9), window=4), Stream("keep.y", "out.y"))),))
+        conductor = Conductor(m, [LocalGroup(Work(m, ("keep",), {"keep": eat_pieces}))], step_timeout=0.1)
+        silent, full = conductor.open("w"), conductor.open("w")
+        for _ in range(3):
+            await silent.feed("x", np.zeros(1))
+        with pytest.raises(RequestFailed, match="keep: .*keep waits for its input x"):
+            for _ in range(9):
+                await asyncio.wait_for(full.feed("x", np.zeros(1)), 30)
+        assert silent.failure is None and len(conductor.runs) == 1
+        await silent.feed("x", np.zeros(1), True)
+        assert len(await asyncio.wait_for(drain(silent), 30)) == 2
+
+    asyncio.run(main())
+
+
+def test_a_request_that_waits_for_its_turn_or_for_its_reader_has_not_stalled():
+    async def main():
+        slow = component("slow", {"x": "array"}, {"y": "array"}, max_rows=1)
+        m = Model("m", (slow,), (Walk("w", (Edge("in.x", "slow.x"), Edge("slow.y", "out.y"))),))
+
+        def step(rows):
+            time.sleep(0.1)
+            return eat_pieces(rows)
+
+        conductor = Conductor(m, [LocalGroup(Work(m, ("slow",), {"slow": step}))], step_timeout=0.05)
+        runs = [conductor.open("w") for _ in range(6)]
+        for run in runs:
+            await run.feed("x", np.zeros(1), True)
+        assert [len(out) for out in await asyncio.gather(*map(drain, runs))] == [1] * 6
+        unread = conductor.open("w")
+        await unread.feed("x", np.zeros(1), True)
+        await asyncio.sleep(0.5)
+        assert len(await drain(unread)) == 1
 
     asyncio.run(main())
 

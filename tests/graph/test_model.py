@@ -1,7 +1,7 @@
 import pytest
 
 from slipstream.errors import BadRequest, ConfigError
-from slipstream.graph.chunks import Fixed, LeftContext
+from slipstream.graph.chunks import Fixed, LeftContext, SlidingWindow, Whole
 from slipstream.graph.model import Edge, Fork, Loop, Model, Stream, Until, Walk, check
 from slipstream.graph.plan import make_plan
 
@@ -72,6 +72,36 @@ def test_components_that_wait_for_each_other_are_refused():
         check(model(*links, components=(a, b)))
     links = (Edge("in.x", "a.x"), Loop("b.z", "a.y", Until(3)), Edge("in.x", "b.x"), Edge("a.z", "b.y"), Edge("a.z", "out.z"))
     check(model(*links, components=(a, b)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "least"),
+    [
+        (Fixed(5), 5),
+        (SlidingWindow(8, 4), 8),
+        (LeftContext(6, 2), 8),
+        (LeftContext(2, 4), 6),
+        (Fixed(4), 4),
+        (Fixed(9, True), 1),
+    ],
+)
+def test_a_window_that_cannot_hold_a_chunk_is_refused_with_the_least_that_can(policy, least):
+    eat = component("eat", {"x": "array/partial"}, {"y": "array"})
+
+    def stream(**kw):
+        return model(Stream("in.x", "eat.x", policy, **kw), Stream("eat.y", "out.y"), components=(eat,))
+
+    check(stream(window=least))
+    check(stream(window=2, piece=max(1, least - 1)))
+    if least > 1:
+        with pytest.raises(ConfigError, match=f"in.x -> eat.x: it would stall: .* window must be at least {least}, or say"):
+            check(stream(window=least - 1))
+
+
+def test_a_stream_that_is_wanted_whole_is_refused():
+    eat = component("eat", {"x": "array/partial"}, {"y": "array"})
+    with pytest.raises(ConfigError, match=r"in.x -> eat.x: Whole\(\) uses no piece .* use Edge"):
+        check(model(Stream("in.x", "eat.x", Whole(), window=99), Stream("eat.y", "out.y"), components=(eat,)))
 
 
 @pytest.mark.parametrize(

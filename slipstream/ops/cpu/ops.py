@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.collective import Collective, Solo
-from slipstream.ops.cpu.paged import PagedStep, paged_attention
+from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
 from slipstream.ops.interface import Attention, Step
 from slipstream.shard import Shard
 from slipstream.weights.packed import Packed, join
@@ -113,7 +113,12 @@ class PlainOps:
         if weight.packed is not None:
             if weight.dense is not None and x.shape[0] == 1:
                 return _one_row(x, weight.dense, weight.bias)
-            return _linear(x, weight.packed, weight.bias, "none", [], "")
+            rows = x.shape[0]
+            padding = padded_rows(rows) - rows
+            if padding:
+                x = torch.cat([x, x[:padding]])  # any rows will do; zeros would be one more pass
+            y = _linear(x, weight.packed, weight.bias, "none", [], "")
+            return y[:rows] if padding else y
         return F.linear(x, weight.dense, weight.bias)  # type: ignore[arg-type]
 
     def attention(self, qkv: Tensor, spec: Attention, step: PagedStep) -> Tensor:

@@ -18,7 +18,18 @@ from torch import Tensor
 from slipstream.ops.interface import Attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_PAST_TOKENS = 64  # what a chunk reads of the cache is padded to a multiple of this
 _WIDE = 16  # pages from which rows of very different lengths are no longer padded to one length
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that is computed in place of `rows`: the same up to 16, eight sizes an octave above.
+
+    oneDNN keeps the kernels of each size that it has met, many of them for ever: with prompts of mixed lengths the process
+    would grow without end. The planner's step sizes (`schedule/budget.py`) are among these, so its full steps need no padding.
+    """
+    grain = 1 << max(0, (rows - 1).bit_length() - 4)
+    return -(-rows // grain) * grain
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +49,9 @@ class Chunk:
     first: int
     last: int
     start: int
-    pages: Tensor  # int64: those that hold cached positions [begin, start)
+    pages: Tensor  # int64: those of cached positions [begin, start), then the null page up to a multiple of `_PAST_TOKENS`
     begin: int  # 0, or the first position of the first page that the window reaches
+    mask: Tensor | None  # [1, 1, 1, len(pages) * page_size] 0 or -inf; None where the tokens before fill their pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +120,23 @@ def _table_rows(slots, starts, counts, firsts, of_slot, positions, table, window
         write_at=torch.from_numpy(write_at),
         singles=_singles(one, firsts, slots, starts, begins, table, window, dtype, page_size, len(one) == len(of_slot)),
         chunks=[
-            Chunk(f, f + n, s, torch.from_numpy(table[slot, b : -(-s // page_size)].astype(np.int64)), b * page_size)
+            _chunk(f, n, s, b, table[slot], dtype, page_size)
             for f, n, s, slot, b in zip(*(c.tolist() for c in (firsts, counts, starts, slots, begins)), strict=True)
             if n > 1
         ],
     )
+
+
+def _chunk(first: int, count: int, start: int, begin: int, row: np.ndarray, dtype: torch.dtype, page_size: int) -> Chunk:
+    """`begin`: the column from which the window reads."""
+    filled, grain = -(-start // page_size) - begin, max(1, _PAST_TOKENS // page_size)
+    past = np.zeros(-(-filled // grain) * grain, np.int64)
+    past[:filled] = row[begin : begin + filled]
+    mask = None
+    if start - begin * page_size < len(past) * page_size:
+        mask = torch.zeros(1, 1, 1, len(past) * page_size, dtype=dtype)
+        mask[..., start - begin * page_size :] = -torch.inf
+    return Chunk(first, first + count, start, torch.from_numpy(past), begin * page_size, mask)
 
 
 def _singles(one, firsts, slots, starts, begins, table, window, dtype, page_size, alone) -> list[Singles]:
@@ -181,19 +205,23 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
 
 
 def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, _: int) -> None:
-    n, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
-    share = num_q_heads // keys
+    count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
+    n, share = padded_rows(count), num_q_heads // keys
+    if n > count:
+        x = torch.cat([x, x[: n - count]])  # after the last row, where no row looks
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
     own, own_lse = _flash(q[None], k[None], v[None], 0.0, True, scale=spec.scale)
     if chunk.start:
-        past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, 2 * keys, dim)[: chunk.start].transpose(0, 1)
+        past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, 2 * keys, dim)
+        past[chunk.start :] = 0  # what lies there may be another's, and not finite
+        past = past.transpose(0, 1)
         rows = q.reshape(1, keys, share * n, dim)
-        old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, scale=spec.scale)
+        old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, attn_mask=chunk.mask, scale=spec.scale)
         own = _join(
             own, own_lse.view(1, num_q_heads, n, 1), old.reshape(1, num_q_heads, n, dim), old_lse.reshape(1, num_q_heads, n, 1)
         )
-    out.view(n, num_q_heads, dim).copy_(own[0].transpose(0, 1))
+    out.view(count, num_q_heads, dim).copy_(own[0, :, :count].transpose(0, 1))
 
 
 def _attend_windowed(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, window: int) -> None:

@@ -48,7 +48,8 @@ class Composite:
         local = LocalGroup(Work(model, functions, build_steps(model, functions, config.settings)))
         self.workers = {i: ProcessGroup(components, i, self.arena) for i, components in config.workers.items()}
         language = next(c.name for c in model.components if c.role == "language_model")
-        self.conductor = Conductor(model, [local, *self.workers.values(), TaskGroup(model, language, self._think)], self.arena)
+        groups = [local, *self.workers.values(), TaskGroup(model, language, self._think)]
+        self.conductor = Conductor(model, groups, self.arena, front.engine_config.step_timeout)
         self._tasks: set[asyncio.Task] = set()
 
     def attach(self, group: int, sock: socket.socket, on_lost: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from slipstream.ops.cpu import ops as cpu_ops
 from slipstream.ops.cpu.ops import PlainOps, _nearest
 from slipstream.ops.interface import JudgedRows
 from slipstream.weights.packed import dense
@@ -23,11 +24,24 @@ def close(ops, a, b):
     return torch.allclose(a.float(), b.float(), atol=TOLERANCE[ops.dtype], rtol=TOLERANCE[ops.dtype])
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("rows", [1, 5, 17, 64])
 def test_linear_layers_with_and_without_bias(ops, rows):
     w, b, x = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((40, 32), (40,), (rows, 32)))
     assert close(ops, ops.linear(x, ops.weight([dense(w)]), STEP), F.linear(x.float(), w.float()))
     assert close(ops, ops.linear(x, ops.weight([dense(w)], b), STEP), F.linear(x.float(), w.float(), b.float()))
+
+
+def test_few_row_counts_reach_the_packed_layers(monkeypatch):
+    """oneDNN keeps kernels for each row count for ever: mixed prompts made a rank grow by gigabytes."""
+    ops = PlainOps(torch.float32)
+    if not ops.packs:
+        pytest.skip("this PyTorch has no oneDNN, so nothing is packed")
+    met, real = set(), cpu_ops._linear
+    monkeypatch.setattr(cpu_ops, "_linear", lambda x, *rest: met.add(x.shape[0]) or real(x, *rest))
+    weight = ops.weight([dense(torch.randn(8, 4))])
+    for rows in range(2, 2049):
+        assert ops.linear(torch.ones(rows, 4), weight, STEP).shape == (rows, 8)
+    assert len(met) < 80
 
 
 def test_the_gate_is_silu_of_the_first_part(ops):

@@ -4,19 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.ops.cpu.paged import build_step, paged_attention
+from slipstream.ops.cpu import paged
+from slipstream.ops.cpu.paged import build_step, padded_rows, paged_attention
 from slipstream.ops.interface import Attention
+from slipstream.schedule.budget import sizes
 from slipstream.shard import Heads
 
 BLOCK, KEYS, SHARE, DIM = 4, 2, 3, 8
 
 
-def attend(rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, stored=None) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, stored=None, stale=1e4
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of (start, count), one a slot, over a random past: what paged attention gives, and what a loop gives."""
     rng = np.random.default_rng(0)
     columns = max(-(-(s + n) // BLOCK) for s, n in rows)
     table = (1 + rng.permutation(columns * len(rows))).astype(np.int32).reshape(len(rows), columns)
-    cache = torch.full((1 + table.size, BLOCK, 2 * KEYS, DIM), 1e4, dtype=stored or dtype)  # stale values must not be seen
+    cache = torch.full((1 + table.size, BLOCK, 2 * KEYS, DIM), stale, dtype=stored or dtype)  # stale values must not be seen
     cache[0] = 0
     known = [torch.from_numpy(rng.standard_normal((s + n, 2 * KEYS, DIM))).to(dtype) for s, n in rows]
     for slot, (start, _) in enumerate(rows):
@@ -48,6 +52,7 @@ ROWS = [
     [(5, 1), (90, 1), (8, 1)],
     [(5, 1), (8, 5), (0, 9), (0, 1), (16, 4)],
     [(200, 1), (3, 1), (20, 2), (61, 1)],
+    [(0, 37), (64, 19), (65, 33)],
 ]
 
 
@@ -73,3 +78,32 @@ def test_keys_and_values_may_be_kept_in_fewer_bits_than_the_activations(rows, wi
     got, expected = attend(rows, torch.float32, window, stored=torch.bfloat16)
     assert torch.allclose(got, expected, atol=5e-2)
     assert not torch.equal(got, attend(rows, torch.float32, window)[0])
+
+
+def test_a_chunk_does_not_see_what_another_left_in_its_last_page():
+    for value in (torch.nan, torch.inf):
+        got, expected = attend([(7, 2)], stale=value)
+        assert torch.allclose(got, expected, atol=1e-6)
+
+
+def test_attention_meets_few_sizes_whatever_the_lengths(monkeypatch):
+    """oneDNN keeps kernels for each size for ever."""
+    real, met = paged._flash, set()
+
+    def watch(q, k, v, *args, **kw):
+        met.add((q.shape[2], k.shape[2]))
+        return real(q, k, v, *args, **kw)
+
+    monkeypatch.setattr(paged, "_flash", watch)
+    for n in range(2, 200, 3):
+        attend([(n, n)], torch.float32)
+    few = {padded_rows(n) for n in range(200)}
+    assert all(q in few or q / SHARE in few for q, _ in met)
+    assert all(k in few or k % 64 == 0 for _, k in met)
+
+
+def test_sizes_grow_by_an_eighth_at_most_and_the_planner_s_are_among_them():
+    rows = range(4097)
+    assert all(n <= padded_rows(n) <= max(16, n * 9 / 8) for n in rows)
+    assert len({padded_rows(n) for n in rows}) < 90
+    assert all(padded_rows(n) == n for n in sizes(4096))
