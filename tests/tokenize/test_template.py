@@ -89,12 +89,12 @@ def test_a_killed_worker_is_replaced():
     template.close()
 
 
-def test_a_worker_that_stands_still_beside_a_large_message_ends_one_rendering_and_not_all(monkeypatch):
+def test_a_worker_that_stands_still_beside_a_large_message_ends_one_rendering_and_not_all():
     """The message does not fit into the pipe, so that writing it is what would wait for ever."""
-    monkeypatch.setattr(module, "PATIENCE", 1.0)
     template = ChatTemplate("{{ messages[0].content }}")
     assert template.render(HELLO) == "hello"
     assert template._worker is not None
+    template._worker._patience = 1.0
     os.kill(template._worker.pid, signal.SIGSTOP)
     with pytest.raises(EngineDown, match="did not answer within 1 s"):
         template.render([{"role": "user", "content": "x" * 200_000}])
