@@ -49,9 +49,9 @@ class Chunk:
     first: int
     last: int
     start: int
-    pages: Tensor  # int64: those of cached positions [begin, start), then the null page up to a multiple of `_PAST_TOKENS`
+    pages: Tensor  # int64 [n]: those that hold cached positions [begin, start), null pages up to a multiple of `_PAST_TOKENS`
     begin: int  # 0, or the first position of the first page that the window reaches
-    mask: Tensor | None  # [1, 1, 1, len(pages) * page_size] 0 or -inf; None where the tokens before fill their pages
+    mask: Tensor | None  # [1, 1, 1, n * page_size] 0 or -inf; None where the cached positions fill the pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,23 +120,22 @@ def _table_rows(slots, starts, counts, firsts, of_slot, positions, table, window
         write_at=torch.from_numpy(write_at),
         singles=_singles(one, firsts, slots, starts, begins, table, window, dtype, page_size, len(one) == len(of_slot)),
         chunks=[
-            _chunk(f, n, s, b, table[slot], dtype, page_size)
+            _chunk(f, n, s, table[slot, b : -(-s // page_size)], b * page_size, dtype, page_size)
             for f, n, s, slot, b in zip(*(c.tolist() for c in (firsts, counts, starts, slots, begins)), strict=True)
             if n > 1
         ],
     )
 
 
-def _chunk(first: int, count: int, start: int, begin: int, row: np.ndarray, dtype: torch.dtype, page_size: int) -> Chunk:
-    """`begin`: the column from which the window reads."""
-    filled, grain = -(-start // page_size) - begin, max(1, _PAST_TOKENS // page_size)
-    past = np.zeros(-(-filled // grain) * grain, np.int64)
-    past[:filled] = row[begin : begin + filled]
+def _chunk(first: int, count: int, start: int, pages: np.ndarray, begin: int, dtype: torch.dtype, page_size: int) -> Chunk:
+    grain = max(1, _PAST_TOKENS // page_size)
+    padded = np.zeros(-(-len(pages) // grain) * grain, np.int64)
+    padded[: len(pages)] = pages
     mask = None
-    if start - begin * page_size < len(past) * page_size:
-        mask = torch.zeros(1, 1, 1, len(past) * page_size, dtype=dtype)
-        mask[..., start - begin * page_size :] = -torch.inf
-    return Chunk(first, first + count, start, torch.from_numpy(past), begin * page_size, mask)
+    if start - begin < len(padded) * page_size:
+        mask = torch.zeros(1, 1, 1, len(padded) * page_size, dtype=dtype)
+        mask[..., start - begin :] = -torch.inf
+    return Chunk(first, first + count, start, torch.from_numpy(padded), begin, mask)
 
 
 def _singles(one, firsts, slots, starts, begins, table, window, dtype, page_size, alone) -> list[Singles]:
@@ -204,18 +203,27 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
     return out.reshape(n, -1)
 
 
+def _padded(x: Tensor) -> Tensor:
+    """The rows of a chunk and some more behind them, where no row of it looks."""
+    return torch.cat([x, x[: padded_rows(len(x)) - len(x)]])
+
+
+def _past(chunk: Chunk, cache: Tensor, x: Tensor) -> Tensor:
+    """Cached keys and values [n, 2 * key heads, head_dim] of a chunk, from `begin` on; zeros where its own begin."""
+    past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, *cache.shape[2:])
+    past[chunk.start - chunk.begin :] = 0  # what lies there may be another's, and not finite
+    return past
+
+
 def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, _: int) -> None:
     count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
-    n, share = padded_rows(count), num_q_heads // keys
-    if n > count:
-        x = torch.cat([x, x[: n - count]])  # after the last row, where no row looks
+    x = _padded(x)
+    n, share = x.shape[0], num_q_heads // keys
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
     own, own_lse = _flash(q[None], k[None], v[None], 0.0, True, scale=spec.scale)
     if chunk.start:
-        past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, 2 * keys, dim)
-        past[chunk.start :] = 0  # what lies there may be another's, and not finite
-        past = past.transpose(0, 1)
+        past = _past(chunk, cache, x).transpose(0, 1)
         rows = q.reshape(1, keys, share * n, dim)
         old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, attn_mask=chunk.mask, scale=spec.scale)
         own = _join(
@@ -226,15 +234,19 @@ def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: 
 
 def _attend_windowed(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, window: int) -> None:
     """A chunk's tokens over the cached ones that the window of the first reaches, and over themselves."""
-    n, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
-    past = cache.index_select(0, chunk.pages).to(x.dtype).view(-1, 2 * keys, dim)[: chunk.start - chunk.begin]
+    count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
+    x, past = _padded(x), _past(chunk, cache, x)
+    n, cached = len(x), chunk.start - chunk.begin
     both = torch.cat([past, x[:, num_q_heads:]]).transpose(0, 1)
     k, v = (part.repeat_interleave(num_q_heads // keys, 0) for part in (both[:keys], both[keys:]))
-    behind = torch.arange(chunk.start, chunk.start + n)[:, None] - torch.arange(chunk.begin, chunk.start + n)
-    mask = torch.zeros(behind.shape, dtype=x.dtype).masked_fill_((behind < 0) | (behind >= window), -torch.inf)
+    own = torch.arange(cached, cached + n)  # positions after `begin`
+    behind = own[:, None] - torch.cat([torch.arange(len(past)), own])
+    hidden = (behind < 0) | (behind >= window)
+    hidden[:, cached : len(past)] = True
+    mask = torch.zeros(behind.shape, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
     q = x[:, :num_q_heads].transpose(0, 1)
     found, _ = _flash(q[None], k[None], v[None], 0.0, False, attn_mask=mask[None, None], scale=spec.scale)
-    out.view(n, num_q_heads, dim).copy_(found[0].transpose(0, 1))
+    out.view(count, num_q_heads, dim).copy_(found[0, :, :count].transpose(0, 1))
 
 
 def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
