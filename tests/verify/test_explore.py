@@ -134,7 +134,7 @@ def test_ff03_freeing_when_the_local_copy_ends_fails():
 
 @pytest.mark.parametrize("name", ["gated commit", "verdict gate"])
 def test_gated_rivals_pass(name):
-    for case in ("stop tokens", "chunks", "leases", "rank death"):
+    for case in ("stop tokens", "chunks", "leases", "rank death", "wrong replies"):
         assert explore(Model(SMALL[case], RIVALS[name], 2), merged=False).violation == ""
     assert explore(Model(SMALL["stop tokens"], RIVALS[name], 3), merged=True).violation == ""
 

@@ -117,6 +117,8 @@ class Reaction(Interpreter):
                 self.effects.append(("copy", effect.id))
             else:
                 super().perform((effect,))
+            if isinstance(effect, Poison):
+                return  # as the driver, which then ends the group
 
     def _queue(self, name: tuple[Any, ...], outcome: Any = None) -> None:
         self.effects.append(("queue", self.thing(name, Op(name, outcome))))
