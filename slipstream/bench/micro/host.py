@@ -51,7 +51,7 @@ class TimedLeader(Solo):
     def __init__(self, leader: Leader):
         super().__init__(leader, 30_000)
         self.encode = msgspec.msgpack.Encoder().encode
-        self.spent = dict.fromkeys(PHASES_SHOWN, 0.0)
+        self.spent: dict[str, float] = dict.fromkeys(PHASES_SHOWN, 0.0)
         self.outcomes: list[Outcome] = []
         self.sizes: list[int] = []
         self.counting = False
