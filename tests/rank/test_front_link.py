@@ -10,7 +10,7 @@ import pytest
 from slipstream.log.request import Request, SamplingParams
 from slipstream.process.protocol import Abort, Finished, Refused, Submit
 from slipstream.rank import front_link
-from slipstream.rank.front_link import FrontLink, choices_of
+from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader_driver import BEHIND_BYTES, BEHIND_SECONDS, Choices, LeaderDriver
 from slipstream.system.framing import Frames, frame
 
@@ -78,7 +78,7 @@ def submit(first: int, count: int) -> Submit:
 
 
 def test_choices_share_what_is_large_and_differ_in_their_number():
-    requests = list(choices_of(msgspec.msgpack.decode(msgspec.msgpack.encode(submit(10, 3)), type=Submit)))
+    requests = list(msgspec.msgpack.decode(msgspec.msgpack.encode(submit(10, 3)), type=Submit).requests())
     assert [(r.id, r.sampling.choice, r.sampling.seed) for r in requests] == [(10, 0, 7), (11, 1, 7), (12, 2, 7)]
     assert all(r.sampling.logit_bias is requests[0].sampling.logit_bias and r.prompt is requests[0].prompt for r in requests)
 
