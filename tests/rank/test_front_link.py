@@ -89,7 +89,7 @@ def test_requests_beyond_the_queue_s_bytes_are_refused_until_others_have_ended(e
     driver.owner, driver.held_bytes = {}, 0
     driver.queue_bytes = 2 * Choices.of(link, submit(0, 2)).weight
     taken = []
-    driver.take = lambda event, now: taken.append(event.request.id)  # type: ignore[method-assign]
+    driver.take = lambda event, now: taken.extend(r.id for r in event.requests())  # type: ignore[method-assign]
     for first in (10, 20, 30):
         driver.submit(Choices.of(link, submit(first, 2)), submit(first, 2), 0.0)
     assert taken == [10, 11, 20, 21] and driver.held_bytes == driver.queue_bytes
