@@ -1,4 +1,4 @@
-"""The leader's side of the stream to one front end. Never blocks: what the front end does not read is kept, up to a bound."""
+"""The leader's side of the stream to one front end. It never blocks: unread messages are kept, up to a bound."""
 
 import socket
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from slipstream.log.request import Request
 from slipstream.process.protocol import Submit, ToFront, ToLeader
 from slipstream.system.framing import BadFrame, Frames, frame
 
-MAX_UNSENT = 64 << 20  # bytes
-_READ = 1 << 18  # bytes
+MAX_UNSENT_BYTES = 64 << 20
+_READ_BYTES = 1 << 18
 
 
 def choices_of(message: Submit) -> Iterator[Request]:
-    """A request for each choice. They share what is large: prompt, bias and grammar."""
+    """A request for each choice. They share the large values: prompt, bias and grammar."""
     request = message.request
     yield request
     for k, id in enumerate(message.more, request.sampling.choice + 1):
@@ -23,7 +23,7 @@ def choices_of(message: Submit) -> Iterator[Request]:
 
 
 class FrontLink:
-    """Messages both ways, in order. `closed` says why the link has ended, "" while it has not; nothing is sent then."""
+    """Messages both ways, in order. `closed` is "" or says why the link has ended; a closed link sends nothing."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -46,7 +46,7 @@ class FrontLink:
         return len(self._unsent)
 
     def flush(self) -> None:
-        """Sends what the socket takes. A front end that leaves MAX_UNSENT bytes unread is cut off."""
+        """Sends what the socket takes. A front end that leaves MAX_UNSENT_BYTES bytes unread is cut off."""
         if not self._unsent or self.closed:
             return
         try:
@@ -56,15 +56,15 @@ class FrontLink:
             pass
         except OSError as e:
             self.close(f"sending to it failed: {e.strerror}")
-        if len(self._unsent) > MAX_UNSENT:
-            self.close(f"it has left more than {MAX_UNSENT >> 20} MiB unread")
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self.close(f"it has left more than {MAX_UNSENT_BYTES >> 20} MiB unread")
 
     def receive(self) -> list[ToLeader]:
-        """Whole messages that have arrived; sets `closed` at the end of the stream, or where it holds something else."""
+        """Whole messages that have arrived. Sets `closed` at the end of the stream or at invalid bytes."""
         out: list[ToLeader] = []
         while not self.closed:
             try:
-                data = self.sock.recv(_READ)
+                data = self.sock.recv(_READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
@@ -76,7 +76,7 @@ class FrontLink:
                 out.extend(map(self._decode, self._frames.feed(data)))
             except (BadFrame, msgspec.MsgspecError) as e:
                 self.close(f"it has sent something that is not a message: {e}")
-            if len(data) < _READ:
+            if len(data) < _READ_BYTES:
                 break
         return out
 
