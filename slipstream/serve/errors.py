@@ -1,6 +1,6 @@
 """Errors on their way to a client: OpenAI's error body, and the one place where the engine's errors get an HTTP status.
 
-Messages name fields and limits, never what a prompt or an answer says.
+Messages name fields, limits and numbers, never the text of a prompt or an answer.
 """
 
 import re
@@ -25,14 +25,14 @@ _ANTHROPIC = {
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, as a value: it ends a response, or an open stream as its last event."""
+    """A failure as a value: the body of an error response, or the last event of an open stream."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
-    details: dict[str, Any] | None = None  # in Anthropic's form only: a reason that its clients act on
+    details: dict[str, Any] | None = None  # a reason that Anthropic's clients act on; only in Anthropic's form
 
     def body(self) -> bytes:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
@@ -46,14 +46,14 @@ class Failure:
         return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, path: str = "") -> Response:
-        """path: the request's, which says in whose form to answer."""
+        """path: the request's path; it decides whether the error has OpenAI's or Anthropic's form."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after)))
         if self.status == 415:
             headers["accept-encoding"] = "identity"  # RFC 9110, section 15.5.16
         if self.status == 501:
-            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would send the request twice more
+            headers["x-should-retry"] = "false"  # without it, OpenAI's and Anthropic's clients send the request twice more
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
@@ -69,7 +69,7 @@ class Failed(Exception):
 
 
 def to_failure(error: Exception) -> Failure:
-    """The HTTP answer to an exception; anything unforeseen is a 500 that says nothing of the request."""
+    """The HTTP answer to an exception. An unexpected one becomes a 500 that says nothing about the request."""
     if isinstance(error, Failed):
         return error.failure
     if isinstance(error, BadRequest):
