@@ -53,9 +53,9 @@ def test_a_good_model_passes():
         ([*GOOD, Edge("in.other", "hear.audio")], "hear.audio is fed by in.audio and by in.other"),
         ([*GOOD[:2], Loop("talk.code", "talk.back"), *GOOD[3:]], "a loop needs a stop condition"),
         ([*GOOD[:2], Loop("talk.code", "talk.back", Until(0)), *GOOD[3:]], "a loop needs a stop condition"),
-        ([*GOOD[:2], Loop("talk.code", "talk.back", Until(3, "end")), *GOOD[3:]], "stop signal end is no output of talk"),
-        ([IN, Edge("hear.text", "out.text"), Edge("out.x", "hear.audio")], "out.x stands at the wrong end"),
-        ([Edge("in", "hear.audio")], "'in' is not written component.port"),
+        ([*GOOD[:2], Loop("talk.code", "talk.back", Until(3, "end")), *GOOD[3:]], "stop signal end is not an output of talk"),
+        ([IN, Edge("hear.text", "out.text"), Edge("out.x", "hear.audio")], "out.x is at the wrong end"),
+        ([Edge("in", "hear.audio")], "'in' must be written component.port"),
         ([IN], "needs an edge from in. and one to out."),
     ],
 )
