@@ -11,7 +11,7 @@ def test_nine_query_and_three_key_heads_go_on_two_three_and_four_ranks():
     assert split_heads(9, 3, 4) == [Heads(0, 2, 0, 1), Heads(2, 3, 0, 1), Heads(3, 6, 1, 2), Heads(6, 9, 2, 3)]
 
 
-@pytest.mark.parametrize("queries, keys", [(9, 3), (32, 8), (6, 6), (4, 1), (12, 2)])
+@pytest.mark.parametrize("num_q_heads, keys", [(9, 3), (32, 8), (6, 6), (4, 1), (12, 2)])
 @pytest.mark.parametrize("size", range(1, 17))
 def test_every_query_head_is_held_once_beside_its_key_head(num_q_heads, keys, size):
     heads = split_heads(num_q_heads, keys, size)

@@ -100,7 +100,7 @@ def decode(raw: bytes | bytearray, schema: type[T]) -> T:
     try:
         return decoder.decode(raw)  # type: ignore[return-value]
     except msgspec.ValidationError as e:
-        raise to_bad_request(e) from None
+        raise to_bad_request(e, raw) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         path = _not_finite(raw)
         if path:

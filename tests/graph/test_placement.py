@@ -57,7 +57,9 @@ def test_a_step_longer_than_the_wished_itl_is_refused_beside_a_decoder(tmp_path)
     del p["groups"]["hear"]
     file = tmp_path / "p.yaml"
     file.write_text(yaml.safe_dump(p))
-    with pytest.raises(ConfigError, match="group write: a step of component encoder takes 500 ms.*component decoder beside it"):
+    with pytest.raises(
+        ConfigError, match="group write: a step of component encoder takes 500 ms.*component decoder in the same group"
+    ):
         load(str(file))
     file.write_text(yaml.safe_dump({**p, "target_itl_ms": 600}))
     placement, model = load(str(file))
