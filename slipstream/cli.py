@@ -1,4 +1,4 @@
-"""The `slipstream` command: one table of commands, each a module that is imported only when it is asked for.
+"""The `slipstream` command: a table of commands, each a module that is imported only when it is run.
 
 Imports the standard library, `errors` and `system.say` alone, so that `slipstream serve` starts fast and its process, the
 supervisor, never holds PyTorch or the HTTP stack. A command's module has `add_arguments(parser)` and `run(args)`, which returns
@@ -20,15 +20,15 @@ from slipstream.system.say import open_standard_streams
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("slipstream.commands.serve", "serve a model over HTTP, with the API of OpenAI"),
-    "chat": ("slipstream.commands.chat", "talk with a model in the terminal"),
+    "chat": ("slipstream.commands.chat", "hold a conversation with a model in the terminal"),
     "generate": ("slipstream.commands.generate", "complete the prompts of a file, as JSON lines"),
     "pull": ("slipstream.commands.pull", "fetch a model and check it"),
     "bench": ("slipstream.bench.load.command", "measure a server under load, or compare two"),
     "verify": ("slipstream.commands.verify", "explore the protocol's states, or simulate groups with faults"),
     "trace": ("slipstream.commands.trace", "write the ranks' last seconds as a trace and a picture"),
     "top": ("slipstream.commands.top", "watch a server's ranks, queue, pages and latencies"),
-    "doctor": ("slipstream.commands.doctor", "say why it is slow or does not start"),
-    "plan": ("slipstream.commands.plan", "print and draw where the parts of a composite model run"),
+    "doctor": ("slipstream.commands.doctor", "find out why a server is slow or does not start"),
+    "plan": ("slipstream.commands.plan", "print and draw a composite model's placement"),
     "env": ("slipstream.commands.env", "show versions and devices, and what is missing"),
 }
 
@@ -37,7 +37,7 @@ KEY_FD = "SLIPSTREAM_API_KEY_FD"
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line, with the nearest flag where one was mistyped."""
+    """An argument parser whose errors are one line, with the nearest flag if one was mistyped."""
 
     def __init__(self, *args: typing.Any, **kwargs: typing.Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone (`| head`); keep the interpreter's last flush from complaining.
+        # The reader of our output is gone (`| head`); prevent an error from the interpreter's last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -131,14 +131,14 @@ def _key_in(argv: Sequence[str]) -> bool:
 
 
 def strip_key(argv: Sequence[str]) -> tuple[list[str], str | None]:
-    """The arguments without `--api-key`, and its value (the last one given; None where it has none)."""
+    """The arguments without `--api-key`, and its value (the last one given; None if there is none)."""
     kept: list[str] = []
     key = None
     i = 0
     while i < len(argv):
         if argv[i] == KEY_FLAG:
             if i + 1 == len(argv):
-                kept.append(argv[i])  # argparse tells that the value is missing
+                kept.append(argv[i])  # argparse reports the missing value
             else:
                 key = argv[i + 1]
             i += 2
@@ -152,10 +152,10 @@ def strip_key(argv: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def _hide_key(argv: Sequence[str]) -> None:
-    """Runs this process anew without the key among its arguments, which every user of the machine can read.
+    """Runs this process again without the key in its arguments, which every user of the machine can read.
 
-    The key crosses in an anonymous file, since an environment is readable too (for the same user). Process id, descriptors and
-    terminal stay the same. Returns only where no value follows the flag.
+    The key is passed in an anonymous file, since the same user can read an environment too. Process id, descriptors and
+    terminal stay the same. Returns only if no value follows the flag.
     """
     kept, key = strip_key(argv)
     if key is None:
@@ -169,7 +169,7 @@ def _hide_key(argv: Sequence[str]) -> None:
 
 
 def _take_key() -> str | None:
-    """The key that `_hide_key` left, read once: neither the descriptor nor its number reaches a child."""
+    """The key that `_hide_key` passed on, read once. Neither the descriptor nor its number reaches a child."""
     fd = os.environ.pop(KEY_FD, None)
     if fd is None:
         return None

@@ -1,8 +1,8 @@
 """One schema for flags, YAML files and `SLIPSTREAM_*` variables.
 
 Imports only the standard library (YAML is read with PyYAML when a file is given), so that the supervisor starts fast.
-Precedence: flag, then environment, then file, then default. `EngineConfig` and `ServerConfig` are plain values; they cross to
-child processes as JSON.
+Precedence: flag, then environment, then file, then default. `EngineConfig` and `ServerConfig` are plain values; child processes
+get them as JSON.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def option(
     above: float | None = None,
     most: float | None = None,
 ) -> typing.Any:
-    """A configuration field: its default, what `--help` says of it, and its range: value >= least, > above, <= most."""
+    """A configuration field: its default, its text in `--help`, and its range: value >= least, > above, <= most."""
     meta = {"help": help, "flags": flags, "choices": choices, "secret": secret, "metavar": metavar}
     meta |= {"least": least, "above": above, "most": most}
     if isinstance(default, list):
@@ -40,20 +40,22 @@ def option(
 
 @dataclass
 class EngineConfig:
-    """What decides how a model is loaded and run; the same on every rank."""
+    """The settings for loading and running a model; the same on every rank."""
 
     model: str = option(
         "smollm2-135m", "model: a name of `slipstream pull`, a folder, a .gguf file, a Hugging Face id, or a placement's .yaml"
     )
-    tokenizer: str | None = option(None, "tokenizer folder or Hugging Face id, when it is not the model's own")
+    tokenizer: str | None = option(None, "a tokenizer folder or Hugging Face id (default: the model's own)")
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
-    dtype: str = option("auto", "weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
+    dtype: str = option("auto", "dtype of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = option(
-        "auto", "keys and values in the cache (auto: as the weights)", choices=("auto", "bfloat16", "float16", "float32")
+        "auto",
+        "dtype of keys and values in the cache (auto: that of the weights)",
+        choices=("auto", "bfloat16", "float16", "float32"),
     )
     device: str = option(
         "auto",
-        "what runs the model; sim: nothing does, tokens by hash after --sim-step-us",
+        "what runs the model; sim: no model, tokens from a hash after --sim-step-us",
         choices=("auto", "cpu", "cuda", "sim"),
     )
     load_format: str = option(
@@ -63,11 +65,9 @@ class EngineConfig:
         None, "longest prompt plus answer, in tokens (default: the model's own, bounded by memory)", least=2
     )
     max_num_seqs: int = option(128, "requests that run at the same time", least=1)
-    max_num_batched_tokens: int = option(2048, "tokens of one step at most", least=1)
+    max_num_batched_tokens: int = option(2048, "the most tokens in one step", least=1)
     block_size: int | None = option(None, "tokens per page of the KV cache (default: 64 on CUDA, 16 elsewhere)", least=1)
-    kv_cache_memory_bytes: int | None = option(
-        None, "bytes of the KV cache per rank (default: sized from what is free)", least=1
-    )
+    kv_cache_memory_bytes: int | None = option(None, "bytes of the KV cache per rank (default: from the free memory)", least=1)
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that a rank may take", above=0, most=1)
     enforce_eager: bool = option(False, "run CUDA steps without captured graphs (slow)")
     kv_offload_memory_bytes: int | None = option(
@@ -75,13 +75,13 @@ class EngineConfig:
         "host memory per rank for preempted requests (default: a quarter of the cache on CPU, none on CUDA; 0: recompute)",
         least=0,
     )
-    seed: int = option(0, "seed of dummy weights; request seeds are the request's own", least=0)
+    seed: int = option(0, "seed of dummy weights; requests carry their own seeds", least=0)
     scheduling: str = option("async", "async plans the next step while one runs; serial waits", choices=("async", "serial"))
-    enable_prefix_caching: bool = option(True, "reuse the KV pages of prompts and answers that begin alike")
+    enable_prefix_caching: bool = option(True, "reuse the KV pages of prompts and answers with equal beginnings")
     tensor_parallel_size: int = option(1, "ranks that share each layer", flags=("-tp",), least=1)
     step_timeout: float = option(30.0, "seconds without progress after which a rank counts as hung", above=0)
     target_itl_ms: float | None = option(
-        None, "longest wait between two tokens of a stream to aim for, in ms (default: 100 on CPU, else 16)", above=0
+        None, "target for the longest wait between two tokens of a stream, in ms (default: 100 on CPU, else 16)", above=0
     )
     max_queue: int = option(4096, "requests that may wait; more get HTTP 429", least=1)
     queue_memory_bytes: int = option(
@@ -90,49 +90,49 @@ class EngineConfig:
     sim_step_us: float = option(3000.0, "--device sim: microseconds a step takes", least=0)
     sim_token_us: float = option(17.0, "--device sim: microseconds more for each token of a step", least=0)
     sim_drafts: int = option(0, "--device sim: drafts that each decode row verifies", least=0, most=8)
-    sim_window: int = option(0, "--device sim: some layers have a window of so many tokens; 0: none has", least=0)
+    sim_window: int = option(0, "--device sim: window of some layers, in tokens; 0: no window", least=0)
     sim_snapshot_tokens: int = option(
-        0, "--device sim: some layers have per-slot state, saved each so many tokens; 0: none has", least=0
+        0, "--device sim: tokens between saves of the per-slot state that some layers have; 0: no state", least=0
     )
 
 
 @dataclass
 class ServerConfig:
-    """What decides how the model is offered."""
+    """The settings for serving the model over HTTP."""
 
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(8000, "port to bind; 0 takes a free one", least=0, most=65535)
     uds: str | None = option(None, "bind this Unix socket instead of host and port")
     served_model_name: list[str] = option([], "the names clients use; answers carry the first (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
-    api_server_count: int = option(1, "front-end processes that share the address", least=1, most=64)
+    api_server_count: int = option(1, "the number of front-end processes that share the address", least=1, most=64)
     body_memory_bytes: int = option(
         512 << 20, "bytes of large request bodies that a front end holds at a time; more get HTTP 503", least=32 << 20
     )
     answer_memory_bytes: int = option(
         1 << 30, "bytes of large answers that wait in a front end for their clients to read; more get HTTP 503", least=1 << 20
     )
-    drain_timeout: float = option(20.0, "seconds that SIGTERM leaves running requests", least=0)
+    drain_timeout: float = option(20.0, "seconds that running requests have to end after SIGTERM", least=0)
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto sees it in the chat template",
+        "how the model writes tool calls; auto: recognized in the chat template",
         choices=("auto", "hermes", "llama3", "none"),
     )
     reasoning_parser: str = option(
         "auto",
-        "how the model's reasoning is told from its answer; auto sees it in the chat template",
+        "how the model marks its reasoning; auto: recognized in the chat template",
         choices=("auto", "none", "deepseek_r1", "qwen3"),
     )
     enable_debug: bool = option(False, "serve /debug/ranks and /debug/timeline")
     log_level: str = option("info", "verbosity", choices=("debug", "info", "warning", "error"))
-    log_format: str = option("text", "log lines for people, or JSON objects for programs", choices=("text", "json"))
+    log_format: str = option("text", "log format: text for people, json for programs", choices=("text", "json"))
     otlp_traces_endpoint: str | None = option(
         None, "send a trace of each request to this OpenTelemetry collector (OTLP over HTTP)", metavar="URL"
     )
 
 
 def served_names(engine: EngineConfig, server: ServerConfig) -> list[str]:
-    """The model's names in the API: --served-model-name, else the model as it was asked for. The first stands in answers."""
+    """The model's names in the API: --served-model-name, else the model as it was asked for. Answers carry the first."""
     return server.served_model_name or [engine.model]
 
 
@@ -141,8 +141,8 @@ def flag_name(name: str) -> str:
 
 
 def _parse(kind: typing.Any, text: typing.Any, origin: str) -> typing.Any:
-    """Turns a text (or a YAML scalar) into the field's type, or raises ConfigError naming where it came from."""
-    if typing.get_origin(kind) is list:  # a flag's words, a YAML list, or the words of a text
+    """Turns a text (or a YAML scalar) into the field's type, or raises ConfigError naming its origin."""
+    if typing.get_origin(kind) is list:  # words of a flag, a YAML list, or words of a string
         (kind,) = typing.get_args(kind)
         return [_parse(kind, word, origin) for word in (text if isinstance(text, list) else str(text).split())]
     args = [a for a in typing.get_args(kind) if a is not type(None)]
@@ -207,12 +207,12 @@ def _read_file(path: str) -> dict:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"--config {path}: expected keys and values")
+        raise ConfigError(f"--config {path}: must hold keys and values")
     return {str(k).replace("-", "_"): v for k, v in data.items()}
 
 
 def _check(meta: typing.Mapping[str, typing.Any], value: typing.Any, origin: str) -> None:
-    """Raises ConfigError where a value is not among the choices or out of range."""
+    """Raises ConfigError if a value is not among the choices or out of range."""
     choices, least, above, most = meta["choices"], meta["least"], meta["above"], meta["most"]
     if value is None:
         return

@@ -5,11 +5,11 @@ Imports nothing, so that every room may raise them.
 
 
 class SlipstreamError(Exception):
-    """Base of all errors that Slipstream raises on purpose."""
+    """The base of all errors that Slipstream raises on purpose."""
 
 
 class BadRequest(SlipstreamError, ValueError):
-    """A caller's mistake. Nothing in the engine has changed.
+    """A caller's mistake. The engine's state has not changed.
 
     `param` names the offending field as the caller wrote it; the message says what would be right.
     """
@@ -33,11 +33,11 @@ class Overloaded(SlipstreamError):
 
 
 class EngineDown(SlipstreamError):
-    """The group that held the request is gone or not up (HTTP 500 for a request it held, else 503)."""
+    """The group is gone or not ready (HTTP 500 for a request that it held, else 503)."""
 
 
 class Diverged(SlipstreamError):
-    """A rank answered wrongly; names the rank and the first entry that differs. Poisons the group."""
+    """A rank's reply was wrong; names the rank and the first entry that differs. Poisons the group."""
 
 
 class BadEntry(SlipstreamError, ValueError):

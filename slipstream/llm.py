@@ -1,4 +1,4 @@
-"""`slipstream.LLM`: the engine without HTTP, for programs on the same machine (`AsyncLLM` stands in `async_llm.py`).
+"""`slipstream.LLM`: the engine without HTTP, for programs on the same machine (`AsyncLLM` is in `async_llm.py`).
 
 The ranks are child processes as under a server; the supervisor and the front end's event loop are threads of the caller.
 Prompts and parameters pass through the same validation as HTTP bodies.
@@ -40,7 +40,7 @@ Prompts = str | Sequence[str | list[int]]
 Conversation = list[dict[str, Any]]
 Progress = Callable[[int], None]
 PORTION = 64  # prompts whose answers are awaited together
-PORTIONS = 16  # as many portions run at a time: enough to fill the engine, and a queue stays short
+PORTIONS = 16  # portions that run at a time: enough to fill the engine with a short queue
 
 
 class Portion(NamedTuple):
@@ -58,7 +58,7 @@ class Local:
         """`options` are the fields of `EngineConfig`. Raises ConfigError or ModelError; returns when the model is ready."""
         unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
         if unknown:
-            raise ConfigError(f"{unknown[0]}: LLM has no such option; it has {', '.join(EngineConfig.__dataclass_fields__)}")
+            raise ConfigError(f"{unknown[0]}: is not an option of LLM; it has {', '.join(EngineConfig.__dataclass_fields__)}")
         self._config = EngineConfig(**{"model": model, **options})
         check(self._config)
         path = str(resolve_model(self._config.model, weights=self._config.load_format != "dummy"))
@@ -145,7 +145,7 @@ class Local:
     ) -> AsyncIterator[str]:
         (portion,) = await prepare(None, lambda: self._chats([messages], params, options))
         if portion.plan.n > 1:
-            raise BadRequest("n: a stream is of one answer", "n")
+            raise BadRequest("n: must be 1 in a stream", "n")
         generation = self._begin(portion.plan, portion.prompts)
         try:
             while news := await generation.changed():
@@ -166,7 +166,7 @@ class Local:
         generation.start(answers, _never)
         return generation
 
-    # --- a thread for what takes its time
+    # --- a thread for slow work
 
     def _completions(self, given: Prompts, params: Params) -> list[Portion]:
         prompts = [given] if isinstance(given, str) else list(given)
@@ -201,7 +201,7 @@ class Local:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """Ends the ranks. Nothing of the engine is left afterwards."""
+        """Ends the ranks. No process of the engine is left afterwards."""
         self._supervisor.stop()
         self._thread.join()
         if self._loop.is_running():
@@ -216,8 +216,8 @@ class LLM(Local):
     >>> llm = LLM("smollm2-135m", dtype="float32")
     >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8, temperature=0))[0].outputs[0].text
 
-    Parameters are the same for all prompts of a call, or a list with one for each. Every call raises BadRequest naming what is
-    wrong with its arguments, Overloaded when more wait than `max_queue`, and EngineDown when a rank is lost.
+    Parameters are the same for all prompts of a call, or a list with one for each. Every call raises BadRequest naming
+    the wrong argument, Overloaded when more wait than `max_queue`, and EngineDown when a rank is lost.
     """
 
     def generate(
@@ -287,7 +287,7 @@ def _converted(given: dict[str, Any], schema: type[T]) -> T:
 
 
 async def relay(pieces: AsyncIterator[str], put: Callable[[str | BaseException | None], None]) -> None:
-    """Hands everything over, then None or what was raised."""
+    """Hands over every piece, then None or the exception."""
     try:
         async for piece in pieces:
             put(piece)
@@ -307,7 +307,7 @@ def translated(e: BaseException) -> BaseException:
 
 
 async def _never() -> dict[str, str]:
-    """Of a client that never leaves."""
+    """The connection of a client that never leaves."""
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.Event().wait()
     return {"type": "http.disconnect"}

@@ -1,7 +1,7 @@
 """How a model's dimensions are split over the ranks of a tensor-parallel group.
 
-Pure arithmetic on plain integers: every rank computes every rank's part, so all of them agree without a word. Ranges are
-half open, contiguous and in rank order; what does not divide evenly gives the first ranks one more.
+Pure arithmetic on plain integers: every rank computes every rank's share, so all agree without a message. Ranges are
+half open, contiguous and in rank order; a remainder gives the first ranks one more each.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Shard:
     size: int = 1
 
     def even(self, total: int) -> tuple[int, int]:
-        """This rank's [start, stop) of `total` things split as evenly as they go, the first ranks getting one more."""
+        """This rank's [start, stop) of `total` items, split evenly; a remainder gives the first ranks one more each."""
         return split_evenly(total, self.size)[self.rank]
 
     def heads(self, num_q_heads: int, num_kv_heads: int) -> Heads:

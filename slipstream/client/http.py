@@ -41,7 +41,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """One event of a completion's stream: what the measurements need of it."""
+    """One event of a completion's stream, reduced to the fields that the measurements need."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -62,7 +62,7 @@ class Client:
     def __init__(self, base_url: str, key: str | None = None, timeout: float = 600.0):
         url = urllib.parse.urlsplit(base_url if "://" in base_url else "http://" + base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ConfigError(f"--base-url: {base_url!r} is no http(s) address such as http://127.0.0.1:8000")
+            raise ConfigError(f"--base-url: {base_url!r} is not an http(s) address such as http://127.0.0.1:8000")
         self.timeout = timeout  # seconds without a byte
         self._host, self._port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
@@ -97,7 +97,7 @@ class Client:
         return head.encode() + b"\r\n" + (body or b"")
 
     async def _pieces(self, message: bytes, response: Response) -> AsyncGenerator[bytes, None]:
-        """The body as it comes. A connection that went stale while idle is replaced once, before its first byte."""
+        """The body in pieces as they come. A connection that was closed while idle is replaced once, before the first byte."""
         while True:
             reused = bool(self._idle)
             reader, writer = self._idle.pop() if self._idle else await self._connect()
@@ -121,7 +121,7 @@ class Client:
                         continue
                     raise ServerError(f"the connection broke: {e or type(e).__name__}") from None
                 except TimeoutError:
-                    raise ServerError(f"no byte for {self.timeout:g} s") from None
+                    raise ServerError(f"no byte received for {self.timeout:g} s") from None
                 return
             finally:
                 if response.done and response.keep:
@@ -142,19 +142,19 @@ class Client:
         try:
             return json.loads(data) if data else None
         except ValueError:
-            raise ServerError(f"{path}: the answer is no JSON") from None
+            raise ServerError(f"{path}: the answer is not JSON") from None
 
     async def models(self) -> list[dict[str, typing.Any]]:
         """The entries of `/v1/models`; at least one."""
         answer = await self.request("GET", "/v1/models")
         if not isinstance(answer, dict) or not answer.get("data"):
-            raise ServerError("/v1/models names no model")
+            raise ServerError("/v1/models lists no model")
         return answer["data"]
 
     async def stream(self, path: str, body: typing.Any) -> AsyncGenerator[Chunk, None]:
         """The events of a streamed completion with their arrival times. Closing the iterator early closes the connection.
 
-        Raises ServerError for a refusal, an error event, an event that is no JSON, or an end without `[DONE]`.
+        Raises ServerError for a refusal, an error event, an event that is not JSON, or an end without `[DONE]`.
         """
         response, events = Response(), Events()
         ended = False
@@ -181,7 +181,7 @@ def _event(data: bytes) -> Event:
     try:
         event = _EVENT.decode(data)
     except msgspec.MsgspecError as e:
-        raise ServerError(f"an event is not what OpenAI's API says: {e}") from None
+        raise ServerError(f"an event does not have the form of OpenAI's API: {e}") from None
     if event.error is not None:
         raise ServerError(f"error event: {_reason(msgspec.json.encode({'error': event.error}))}")
     return event

@@ -1,4 +1,4 @@
-"""What `top` and `trace` share: reading a running server's routes with the standard library."""
+"""Reads a running server's routes with the standard library, for `top` and `trace`."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Remote:
-    """GET requests to one server. Raises ConfigError for a wrong address or key, EngineDown when nobody answers."""
+    """GET requests to one server. Raises ConfigError for a wrong address or key, EngineDown if there is no answer."""
 
     def __init__(self, base_url: str, key: str | None):
         if not base_url.startswith(("http://", "https://")):
@@ -35,7 +35,7 @@ class Remote:
                 return answer.read().decode()
         except urllib.error.HTTPError as e:
             if e.code == 401:
-                raise ConfigError(f"{self.base_url}: needs --api-key") from None
+                raise ConfigError(f"{self.base_url}: the key is missing or wrong; give --api-key") from None
             if e.code == 404 and path.startswith("/debug"):
                 raise ConfigError(f"{self.base_url}{path}: start the server with --enable-debug") from None
             return e.read().decode(errors="replace")
@@ -46,7 +46,7 @@ class Remote:
         return json.loads(self.text(path))
 
     def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
-        """Samples of /metrics by name, each with its labels; our prefix is taken off."""
+        """The samples of /metrics by name without our prefix, each with its labels."""
         from prometheus_client.parser import text_string_to_metric_families
 
         out: dict[str, list[tuple[dict[str, str], float]]] = {}

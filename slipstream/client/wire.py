@@ -1,10 +1,10 @@
-"""Parsers of HTTP/1.1 answers and of event streams. They do no I/O: they are fed bytes as they come, cut anywhere."""
+"""Parsers of HTTP/1.1 answers and of event streams. They do no I/O: they take bytes as they come, split anywhere."""
 
 from slipstream.errors import SlipstreamError
 
 
 class ServerError(SlipstreamError):
-    """The server refused, failed, or broke the protocol. `status` is the HTTP status, 0 where there is none."""
+    """The server refused, failed, or broke the protocol. `status` is the HTTP status, 0 if there is none."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(f"HTTP {status}: {message}" if status else message)
@@ -24,7 +24,7 @@ class Response:
         self._mode = "head"
 
     def feed(self, data: bytes) -> bytes:
-        """The body's bytes that `data` completes. Raises ServerError for what is no HTTP."""
+        """The body's bytes that `data` completes. Raises ServerError for bytes that are not HTTP."""
         self._buffer += data
         body = bytearray()
         while not self.done and getattr(self, "_" + self._mode)(body):
@@ -32,7 +32,7 @@ class Response:
         return bytes(body)
 
     def feed_eof(self) -> None:
-        """The peer closed. Raises ServerError unless that is how this body ends."""
+        """The peer closed. Raises ServerError unless this body ends with the connection."""
         if self.done:
             return
         if self._mode != "rest":
@@ -62,7 +62,7 @@ class Response:
         elif line:
             name, _, value = line.partition(b":")
             self.headers[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
-        elif self.status < 200:  # 100 Continue and the like: the real answer follows
+        elif self.status < 200:  # 100 Continue and similar: the real answer follows
             self.status, self.headers = 0, {}
         else:
             self._choose_body()
@@ -82,7 +82,7 @@ class Response:
             self._mode, self.keep = "rest", False
 
     def _take(self, body: bytearray) -> bool:
-        """Moves bytes of the current piece; whether it is complete."""
+        """Moves bytes of the current piece; returns whether it is complete."""
         body += self._buffer[: self._left]
         taken = min(self._left, len(self._buffer))
         del self._buffer[:taken]
@@ -105,7 +105,7 @@ class Response:
         try:
             self._left = int(line.split(b";", 1)[0], 16)
         except ValueError:
-            raise ServerError(f"a chunk's size is no hexadecimal number: {line[:40]!r}") from None
+            raise ServerError(f"a chunk's size is not a hexadecimal number: {line[:40]!r}") from None
         self._mode = "chunk" if self._left else "trailer"
         return True
 

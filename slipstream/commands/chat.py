@@ -17,10 +17,10 @@ HELP = "/new starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=config.EngineConfig.__dataclass_fields__["model"].metadata["help"])
     parser.add_argument(
-        "--base-url", metavar="URL", help="talk with this server, e.g. http://127.0.0.1:8000, and start no engine"
+        "--base-url", metavar="URL", help="use this server, e.g. http://127.0.0.1:8000, instead of an engine started here"
     )
     parser.add_argument("--api-key", metavar="KEY", help="the server's key (or SLIPSTREAM_API_KEY)")
-    parser.add_argument("--system", metavar="TEXT", help="instructions that stand before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system instructions before the conversation")
     sampling.add_arguments(parser)
     config.add_flags(parser, config.EngineConfig)
 
@@ -114,7 +114,7 @@ def _converse(engine: Local | Remote, system: str | None, params: dict[str, typi
 
 
 def _answer(pieces: Iterator[str]) -> str:
-    """Prints an answer as it comes; Ctrl-C ends it and keeps what was said."""
+    """Prints an answer as it comes. Ctrl-C ends it and keeps its text so far."""
     said: list[str] = []
     try:
         for piece in pieces:

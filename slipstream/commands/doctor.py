@@ -1,4 +1,4 @@
-"""`slipstream doctor`: why it is slow or does not start, and what to do about each finding."""
+"""`slipstream doctor`: why a server is slow or does not start, and what to do about each finding."""
 
 import argparse
 import os
@@ -27,12 +27,14 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="smollm2-135m", help="whose files are looked at (default %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="the port that a server would take (default %(default)s)")
+    parser.add_argument(
+        "model", nargs="?", default="smollm2-135m", help="the model whose files are checked (default %(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="the port of the server to start (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when nothing is broken."""
+    """Exit status 0 if nothing is broken."""
     from rich.table import Table
 
     from slipstream.system.terminal import console
@@ -63,7 +65,7 @@ def packages(facts: dict) -> Finding:
     if facts["missing"]:
         name, how = next(iter(facts["missing"].items()))
         return Finding("packages", BAD, f"missing: {', '.join(facts['missing'])}", f"{how} (first: {name})")
-    return Finding("packages", GOOD, f"all there; torch {facts['packages']['torch']}")
+    return Finding("packages", GOOD, f"all installed; torch {facts['packages']['torch']}")
 
 
 def threads(environ, cores: int) -> Finding:
@@ -77,7 +79,7 @@ def threads(environ, cores: int) -> Finding:
 
 
 def cpu_quota(cores: int, file: str = "/sys/fs/cgroup/cpu.max") -> Finding:
-    """A control group's quota is not seen as fewer cores: threads are then stopped in mid-step."""
+    """A control group's quota does not reduce the visible cores, so threads are stopped in mid-step."""
     try:
         quota, period = pathlib.Path(file).read_text().split()
     except (OSError, ValueError):
@@ -93,7 +95,10 @@ def number_type(facts: dict) -> Finding:
     if facts["cuda"]["available"] or facts["cpu"]["bfloat16"]:
         return Finding("bfloat16", GOOD, "in hardware")
     return Finding(
-        "bfloat16", POOR, "not in this CPU", "float32 is used: twice the memory traffic; a CPU with avx512_bf16 or amx helps"
+        "bfloat16",
+        POOR,
+        "not supported by this CPU",
+        "float32 is used, with twice the memory traffic; a CPU with avx512_bf16 or amx helps",
     )
 
 
@@ -110,7 +115,7 @@ def memory() -> Finding:
 def open_files() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 4096:
-        return Finding("open files", POOR, f"limit {soft}", f"each client takes one: ulimit -n {max(65536, soft)}")
+        return Finding("open files", POOR, f"limit {soft}", f"each client needs one: ulimit -n {max(65536, soft)}")
     return Finding("open files", GOOD, f"limit {soft}")
 
 
@@ -129,7 +134,7 @@ def gpus(cuda: dict) -> Iterator[Finding]:
         if int(driver.split(".")[0]) < MIN_DRIVER:
             yield Finding(f"GPU {i}", BAD, f"{name}, driver {driver}", f"needs driver {MIN_DRIVER} or newer")
         elif float(used) > 0.1 * float(size):
-            yield Finding(f"GPU {i}", POOR, f"{name}, {used} of {size} MiB taken", "nvidia-smi names the process that holds it")
+            yield Finding(f"GPU {i}", POOR, f"{name}, {used} of {size} MiB in use", "nvidia-smi shows the process that uses it")
         else:
             yield Finding(f"GPU {i}", GOOD, f"{name}, driver {driver}, {size} MiB")
     if not cuda["available"]:
@@ -139,14 +144,14 @@ def gpus(cuda: dict) -> Iterator[Finding]:
 
 
 def topology() -> Finding:
-    """How the GPUs are linked decides what a sum costs."""
+    """The GPUs' links decide the cost of a sum."""
     try:
         text = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return Finding("links", POOR, "unknown", "nvidia-smi topo -m fails")
     if "NV" in text.replace("NVIDIA", ""):
         return Finding("links", GOOD, "NVLink")
-    return Finding("links", POOR, "PCIe only", "sums between GPUs are slow: prefer few ranks")
+    return Finding("links", POOR, "PCIe only", "sums between GPUs are slow; use fewer ranks")
 
 
 def model_files(model: str) -> Finding:
@@ -173,5 +178,5 @@ def port_free(port: int) -> Finding:
         try:
             s.bind(("127.0.0.1", port))
         except OSError as e:
-            return Finding("port", POOR, f"{port}: {e.strerror}", "a server may be running already; else choose another --port")
+            return Finding("port", POOR, f"{port}: {e.strerror}", "stop the server that runs already, or choose another --port")
     return Finding("port", GOOD, f"{port} is free")

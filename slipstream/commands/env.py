@@ -1,4 +1,4 @@
-"""`slipstream env`: versions, devices, and what is missing with how to get it. Meant for reading and for bug reports."""
+"""`slipstream env`: versions, devices, and missing packages with how to install them. For users and for bug reports."""
 
 import argparse
 import importlib.metadata
@@ -83,11 +83,11 @@ def _cuda() -> dict[str, typing.Any]:
     try:
         import torch
     except ImportError as e:
-        return {"available": False, "why": f"PyTorch does not import: {e}"}
+        return {"available": False, "why": f"PyTorch cannot be imported: {e}"}
     if not torch.backends.cuda.is_built():
         return {"available": False, "why": "this PyTorch is a CPU build"}
     if not torch.cuda.is_available():
-        return {"available": False, "why": "PyTorch finds no CUDA device; nvidia-smi tells whether the driver does"}
+        return {"available": False, "why": "PyTorch finds no CUDA device; check with nvidia-smi whether the driver does"}
     devices = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)

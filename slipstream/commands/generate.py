@@ -1,7 +1,7 @@
 """`slipstream generate`: completes prompts from a file or stdin and writes JSON lines.
 
-A line of a text is a prompt. A JSON line is `{"prompt": text or token ids}`, or `{"messages": [...]}` for a chat model, or a
-bare string; other keys of an object (an id, say) are copied to its answer. Parameters are the same for all lines, so a
+Each line of a text file is a prompt. A JSON line is `{"prompt": text or token ids}`, or `{"messages": [...]}` for a chat model,
+or a bare string; other keys of an object (an id, say) are copied to its answer. Parameters are the same for all lines, so a
 parameter in a line is refused.
 """
 
@@ -19,8 +19,10 @@ from slipstream.errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help=config.EngineConfig.__dataclass_fields__["model"].metadata["help"])
     parser.add_argument("--prompts", metavar="FILE", default="-", help="text or .jsonl, one prompt a line (default: stdin)")
-    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: jsonl where a name ends so")
-    parser.add_argument("--output", metavar="FILE", default="-", help="where the JSON lines go (default: stdout)")
+    parser.add_argument(
+        "--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: jsonl if the name ends in .jsonl"
+    )
+    parser.add_argument("--output", metavar="FILE", default="-", help="the file for the JSON lines (default: stdout)")
     sampling.add_arguments(parser)
     config.add_flags(parser, config.EngineConfig)
 

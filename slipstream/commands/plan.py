@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(placement, model) -> list[str]:
-    """Groups with what they hold and their weights on disk, then the edges that cross between them."""
+    """The groups with their components and weights on disk, then the edges between groups."""
     from slipstream.graph.launch import SEGMENT_BYTES
     from slipstream.graph.model import policy_of
 
@@ -49,9 +49,9 @@ def report(placement, model) -> list[str]:
         parts = ", ".join(f"{c} ({model.by_name[c].role.replace('_', ' ')})" for c in group.components)
         lines.append(f"{name:8} {group.device:6} {group.tensor_parallel_size:>5} {group.threads or '-':>7} {size:>9}  {parts}")
     functions = ", ".join(c.name for c in model.components if c.role == "function")
-    lines.append(f"{'front':8} {'-':6} {'-':>5} {'-':>7} {'-':>9}  {functions} (functions beside the front end)")
+    lines.append(f"{'front':8} {'-':6} {'-':>5} {'-':>7} {'-':>9}  {functions} (functions in the front end)")
     workers = 1 + sum(all(model.by_name[c].role != "language_model" for c in g.components) for g in placement.groups.values())
-    lines += ["", f"arena: {workers} segments of {SEGMENT_BYTES >> 20} MiB at most, in memory as they are touched", ""]
+    lines += ["", f"arena: {workers} segments of at most {SEGMENT_BYTES >> 20} MiB; a page takes memory once it is touched", ""]
     lines.append("edges between groups:")
     for walk in model.walks:
         for link in walk.links:
@@ -62,7 +62,7 @@ def report(placement, model) -> list[str]:
 
 
 def weight_bytes(weights: str | None) -> int:
-    """Bytes on disk of a package's members, a folder or a file; 0 where that is not known without fetching."""
+    """Bytes on disk of a package's members, a folder or a file; 0 if unknown until fetched."""
     from slipstream.weights.packages import PACKAGES
 
     if not weights:

@@ -1,4 +1,4 @@
-"""`slipstream pull`: fetches a model, or all that a composite one is made of, or checks what lies in the cache."""
+"""`slipstream pull`: fetches a model, or all parts of a composite one, or checks the cached files."""
 
 import argparse
 
@@ -7,7 +7,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="a model's name (smollm2-135m, whisper-tiny.en), a Hugging Face id, voice, or a placement's .yaml"
     )
-    parser.add_argument("--verify", action="store_true", help="read the cached files again and compare their hashes")
+    parser.add_argument("--verify", action="store_true", help="check the cached files against their hashes")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,13 +4,13 @@ import argparse
 import typing
 
 FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("max_tokens", int, "tokens of an answer at most"),
-    ("temperature", float, "0 takes the likeliest token each time"),
-    ("top_p", float, "draw from the likeliest tokens that together have this share"),
-    ("top_k", int, "draw from the k likeliest tokens"),
-    ("min_p", float, "draw from tokens at least this share as likely as the likeliest"),
-    ("presence_penalty", float, "lowers tokens that have been used"),
-    ("frequency_penalty", float, "lowers tokens by how often they have been used"),
+    ("max_tokens", int, "the most tokens in an answer"),
+    ("temperature", float, "0 always takes the likeliest token"),
+    ("top_p", float, "sample from the likeliest tokens whose probabilities sum to this"),
+    ("top_k", int, "sample from the k likeliest tokens"),
+    ("min_p", float, "sample from tokens with at least this share of the highest probability"),
+    ("presence_penalty", float, "lowers the logits of tokens that have been used"),
+    ("frequency_penalty", float, "lowers the logits of tokens by how often they have been used"),
     ("repetition_penalty", float, "divides the logits of tokens that have been used"),
 )
 
@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     for name, kind, help in FLAGS:
         group.add_argument(flag(name), dest="sample_" + name, type=kind, metavar="N" if kind is int else "X", help=help)
-    group.add_argument("--sample-seed", dest="sample_seed", type=int, metavar="N", help="seed of the draws")
-    group.add_argument("--stop", dest="sample_stop", action="append", metavar="TEXT", help="end an answer here (repeatable)")
+    group.add_argument("--sample-seed", dest="sample_seed", type=int, metavar="N", help="seed of sampling")
+    group.add_argument(
+        "--stop", dest="sample_stop", action="append", metavar="TEXT", help="end an answer at this text (repeatable)"
+    )
     group.add_argument(
         "--ignore-eos", dest="sample_ignore_eos", action="store_const", const=True, help="go on after an end token"
     )

@@ -1,4 +1,4 @@
-"""`slipstream serve`: settles the configuration, fetches the model, and becomes the supervisor.
+"""`slipstream serve`: reads the configuration, fetches the model, and becomes the supervisor.
 
 This process imports neither PyTorch nor the HTTP stack.
 """
@@ -22,10 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     engine, server = config.resolve(vars(args), config.EngineConfig, config.ServerConfig)
     _check(engine, server)
-    # From here on the key is in `server` alone; ranks and front ends are not to inherit it.
+    # From here on only `server` holds the key; ranks and front ends must not inherit it.
     os.environ.pop("SLIPSTREAM_API_KEY", None)
     if server.api_key is None and server.uds is None and not _is_loopback(server.host):
-        print(f"slipstream: warning: {server.host} can be reached by others and no --api-key is set", file=sys.stderr)
+        print(
+            f"slipstream: warning: --host {server.host} can be reached from other machines, and no --api-key is set",
+            file=sys.stderr,
+        )
     if is_composite(engine.model):
         from slipstream.graph import launch
 
@@ -40,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
 def _check(engine: config.EngineConfig, server: config.ServerConfig) -> None:
     """What concerns two fields at once."""
     if server.uds is not None and len(os.fsencode(server.uds)) > 107:
-        raise ConfigError(f"--uds: the path has {len(os.fsencode(server.uds))} bytes; a Unix socket's may have 107")
+        raise ConfigError(f"--uds: the path has {len(os.fsencode(server.uds))} bytes; a Unix socket path may have at most 107")
     if server.otlp_traces_endpoint:
         if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.sdk") is None:
             raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'slipstream[otel]'")
         if not server.otlp_traces_endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"--otlp-traces-endpoint {server.otlp_traces_endpoint}: expected http://HOST:PORT/v1/traces")
     if engine.chat_template and "{" not in engine.chat_template and not os.path.exists(engine.chat_template):
-        raise ConfigError(f"--chat-template: {engine.chat_template} is neither a file nor a template")
+        raise ConfigError(f"--chat-template: {engine.chat_template} is neither a file nor the text of a template")
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,8 +12,8 @@ Metrics = dict[str, list[tuple[dict[str, str], float]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     remote.add_arguments(parser)
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between looks (default %(default)s)")
-    parser.add_argument("--once", action="store_true", help="print two looks' difference once and end")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between samples (default %(default)s)")
+    parser.add_argument("--once", action="store_true", help="print the difference of two samples once and exit")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def total(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def quantile(now: Metrics, before: Metrics, name: str, q: float) -> float | None:
-    """The q-quantile (0..1) of what a histogram gained between two looks, interpolated within its bucket."""
+    """The q-quantile (0..1) of a histogram's growth between two samples, interpolated within its bucket."""
     gained: dict[float, float] = {}
     for metrics, sign in ((now, 1), (before, -1)):
         for labels, value in metrics.get(name + "_bucket", ()):
@@ -65,7 +65,7 @@ def quantile(now: Metrics, before: Metrics, name: str, q: float) -> float | None
 
 
 class View:
-    """Two looks at a server and what lies between them."""
+    """Two samples of a server and their difference."""
 
     def __init__(self, server: remote.Remote):
         self.server = server
@@ -73,7 +73,7 @@ class View:
         self.at = 0.0
 
     def look(self) -> tuple[Metrics, float]:
-        """Takes a look; returns it and the seconds since the one before."""
+        """Takes a sample; returns it and the seconds since the one before."""
         metrics, now = self.server.metrics(), time.monotonic()
         seconds, self.at = now - self.at, now
         metrics, self.before = self.before, metrics
@@ -135,7 +135,7 @@ class View:
         try:
             ranks = self.server.json("/debug/ranks")
         except ConfigError:
-            return Text("ranks are shown where the server runs with --enable-debug", style="dim")
+            return Text("ranks are shown if the server runs with --enable-debug", style="dim")
         names = ("group", "rank", "pid", "state", "phase", "MiB", "launched", "settled", "waits for")
         table = Table(box=None, padding=(0, 1))
         for name in names:

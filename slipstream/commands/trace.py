@@ -13,9 +13,9 @@ COLORS = {"plan": "#f59e0b", "publish": "#a855f7", "launch": "#10b981", "settle"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     remote.add_arguments(parser)
-    parser.add_argument("--seconds", type=float, default=5.0, help="how far back (default %(default)s)")
-    parser.add_argument("--output", metavar="FILE", default="trace.json", help="where the JSON goes (default %(default)s)")
-    parser.add_argument("--png", metavar="FILE", help="where the picture goes (default: beside the JSON)")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds to go back (default %(default)s)")
+    parser.add_argument("--output", metavar="FILE", default="trace.json", help="the file for the JSON (default %(default)s)")
+    parser.add_argument("--png", metavar="FILE", help="the file for the picture (default: next to the JSON)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", action="store_true", help="run simulated groups with random faults, one seed each")
     parser.add_argument("--seeds", default=REDUCED_SEEDS, metavar="A..B", help="the seeds to simulate, both ends included")
     parser.add_argument("--seed", type=int, metavar="N", help="simulate this one seed")
-    parser.add_argument("--trace", action="store_true", help="with --seed: print all that happens")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print every event")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes to simulate with")
     parser.add_argument("--mutants", action="store_true", help="plant bugs in the machine, one at a time; each must be found")
     parser.add_argument(
@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise ConfigError(f"--seeds: {text!r} is no range; write the first and the last seed as A..B, such as {REDUCED_SEEDS}")
+        raise ConfigError(
+            f"--seeds: {text!r} is not a range; write the first and the last seed as A..B, such as {REDUCED_SEEDS}"
+        )
     return int(match[1]), int(match[2])
 
 

@@ -21,7 +21,7 @@ _BARS = re.compile(r"[_>|~]+")
 
 
 def _ends(text: str, start: int, match: re.Match) -> bool:
-    """Whether a mark that could end the sentence from `start` on does, given what precedes it and what follows."""
+    """Whether a mark ends the sentence from `start` on, given the text before and after it."""
     mark = match.group()
     if "\n" in mark or not mark.startswith(".") or mark.startswith(".."):
         return True
@@ -29,7 +29,7 @@ def _ends(text: str, start: int, match: re.Match) -> bool:
     if word in _ABBREVIATIONS or re.fullmatch(r"([a-z]\.)*[a-z]", word):
         return False
     if word.isdigit() and not text[start : match.start() - len(word)].strip():
-        return False  # "1." at the start is the number of a list's entry
+        return False  # "1." at the start is the number of a list item
     follows = text[match.end() :].lstrip()
     return not (follows and follows[0].islower())
 
@@ -44,7 +44,7 @@ def _bound(sentence: str) -> tuple[str, str]:
 
 
 def split(text: str, final: bool) -> tuple[list[str], str]:
-    """Complete sentences of `text`, and what is left. `final`: nothing follows, so what is left is a sentence too.
+    """The complete sentences of `text`, and the rest. `final`: no text follows, so the rest is a sentence too.
 
     A mark at the very end may still turn out to be part of a number or an abbreviation, so it ends a sentence only when white
     space has followed, or at the end. Joined, sentences and rest are the text.
@@ -70,7 +70,7 @@ def split(text: str, final: bool) -> tuple[list[str], str]:
 
 
 def speakable(sentence: str) -> str:
-    """The sentence without marks of formatting; "" where nothing in it can be said."""
+    """The sentence without formatting marks; "" if nothing in it can be spoken."""
     text = " ".join(_BARS.sub(" ", _MARKS.sub("", sentence)).split())
     return text if any(c.isalnum() for c in text) else ""
 
@@ -82,7 +82,7 @@ def first_clause(text: str) -> tuple[str | None, str]:
 
 
 class SentenceStep:
-    """Text in pieces in, one sentence a step out; a long first one begins with its first clause, so that speech begins soon."""
+    """Takes text in pieces, returns one sentence a step. A long first sentence is split after a clause, to speak soon."""
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
         return [self._row(row) for row in rows]

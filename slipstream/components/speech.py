@@ -1,6 +1,6 @@
 """Speech from text: the voice "heart" of the package hibari-tts (Apache-2.0), an ONNX network and a pronunciation lexicon.
 
-Only the voice inside the package is offered, since others would be downloaded. One sentence a call, on one thread.
+Only the voice inside the package is offered; others would be downloaded. One sentence a call, on one thread.
 """
 
 import re
@@ -14,23 +14,25 @@ from slipstream.graph.rows import Result, Row
 
 RATE = 24_000
 VOICES = ("heart",)
-# The names that OpenAI's clients know, and send where nobody chose one; each is the one voice there is.
+# OpenAI's names of voices, which clients send by default. Each stands for the one voice here.
 ALIASES = ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
 MIN_SPEED, MAX_SPEED = 0.5, 2.0
-_LONG_NUMBER = re.compile(r"\d[\d,]{15,}")  # the lexicon has words for numbers up to 36 digits; nobody follows half of them
+_LONG_NUMBER = re.compile(
+    r"\d[\d,]{15,}"
+)  # the lexicon has words for numbers of up to 36 digits; longer ones than this are hard to follow
 
 
 def check_sayable(text: str, param: str) -> None:
-    """Raises BadRequest naming the first word that an English voice has no sounds for, or where nothing can be said at all."""
+    """Raises BadRequest naming the first word that an English voice cannot pronounce, or if no word can be pronounced."""
     for word in text.split():
         if not all(map(_has_sound, unicodedata.normalize("NFKC", word))):
             raise BadRequest(f"{param}: this voice speaks English and cannot say {word[:50]!r}", param)
     if not any(c.isalnum() for c in text):
-        raise BadRequest(f"{param}: there is no word in it that can be said", param)
+        raise BadRequest(f"{param}: must hold a word that this voice can say", param)
 
 
 def _has_sound(c: str) -> bool:
-    """Letters are Latin, or Greek as in formulas; what is not a letter is read or passed over, as people do."""
+    """Letters must be Latin, or Greek as in formulas. Other characters are read or skipped, as people do."""
     return not c.isalpha() or unicodedata.name(c, "").startswith(("LATIN", "GREEK", "MODIFIER"))
 
 
@@ -54,7 +56,7 @@ class SpeechStep:
         if voice not in VOICES:
             raise ModelError(f"voice {voice!r} is not one of {', '.join(VOICES)}")
         self.voice = Hibari(voice=voice, threads=1)
-        self.voice("Ready.")  # loads the lexicon, so that no request waits for it
+        self.voice("Ready.")  # loads the lexicon, so that the first request does not wait for it
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:
         return [self._row(row.inputs["text"].data, row.params) for row in rows]
@@ -66,9 +68,9 @@ class SpeechStep:
             return Result(error=str(e), refused=True)
 
     def speak(self, text: str, params: dict) -> np.ndarray | None:
-        """int16 samples; None for a text without anything to say. Its noise is seeded: a text always sounds the same.
+        """int16 samples; None for a text without words. The noise is seeded, so a text always sounds the same.
 
-        Raises BadRequest for a text that the package's rules of pronunciation fail at: its fault ends this request alone.
+        Raises BadRequest for a text on which the package's pronunciation rules fail, so only this request ends.
         """
         try:
             phonemes = self.voice.phonemize(spell_long_numbers(text))

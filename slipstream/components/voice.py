@@ -1,7 +1,7 @@
-"""The voice assistant as one value: speech in, speech out. Whisper hears, a language model answers, a voice speaks.
+"""The voice assistant as one value: speech in, speech out. Whisper transcribes, a language model answers, a voice speaks.
 
-This file is what a model's author writes; where the components run is said in a placement (see docs/composite.md). It imports
-no weights and no torch: the front end reads it too.
+A model's author writes a file like this one; a placement says where the components run (see docs/composite.md). It loads no
+weights and does not import torch, since the front end reads it too.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from slipstream.graph.rows import Result, Row
 
 
 class PromptStep:
-    """What was heard, put in its place in the conversation.
+    """Puts the transcript into its place in the conversation.
 
-    Parameter `messages`: each message's content is a text, or a list of texts to be joined by line ends, in which None stands
-    for what was heard. Without the parameter, what was heard is all that the user says.
+    Parameter `messages`: each message's content is a text, or a list of texts to be joined by newlines, in which None stands
+    for the transcript. Without the parameter, the transcript is the whole user message.
     """
 
     def __call__(self, rows: Sequence[Row]) -> list[Result]:

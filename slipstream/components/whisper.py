@@ -1,8 +1,8 @@
 """Whisper (Radford et al., 2022): log-mel frontend, encoder, and decoder with cross-attention, on CPU in float32.
 
 Weights come from a CTranslate2 folder (`model.bin`, `config.json`, `tokenizer.json`). A decoder row's keys and values live in
-its `Slot`: one page of `max_tokens` positions for self-attention, which is all a window can need, and the window's
-cross-attention keys and values beside it. Rows of several slots share the linear layers of a step.
+its `Slot`: one page of `max_tokens` positions for self-attention, which is the most a window can need, and the window's
+cross-attention keys and values. Rows of several slots share the linear layers of a step.
 """
 
 import json
@@ -134,8 +134,8 @@ class Encoder:
 
     @torch.inference_mode()
     def forward(self, mel: Tensor, context: int | None = None) -> Tensor:
-        """With less than 1500 of `context` the encoder does not see the rest of the window: faster, and not what it was trained
-        on, so leave some seconds of silence after the last sound."""
+        """With a `context` below 1500 the encoder does not see the rest of the window. That is faster, but the model was not
+        trained with it, so leave some seconds of silence after the last sound."""
         context = min(context or len(self.positions), len(self.positions))
         x = F.gelu(F.conv1d(mel[None, :, : 2 * context], *self.conv[0], padding=1))
         x = F.gelu(F.conv1d(x, *self.conv[1], stride=2, padding=1))[0].T + self.positions[:context]
@@ -149,7 +149,7 @@ class Encoder:
 
 @dataclass(eq=False)
 class Slot:
-    """What one window's decoding keeps: self-attention keys and values [layers, 2, heads, max_tokens, head_dim], of which
+    """The cache of one window's decoding: self-attention keys and values [layers, 2, heads, max_tokens, head_dim], of which
     [0, length) are written, and the cross-attention's [layers][2][heads, 1500, head_dim]."""
 
     cache: Tensor
@@ -181,8 +181,10 @@ class Decoder:
 
     @torch.inference_mode()
     def attention(self, tokens: Sequence[int], slot: Slot, heads: Sequence[tuple[int, int]], frames: int) -> Tensor:
-        """Where the decoder looks: float32 [heads, tokens, frames] of the cross-attention of `heads` (layer, head), for a
-        window's tokens from its first one on, over the window's first `frames` at most. The slot is read only."""
+        """The decoder's cross-attention weights, float32 [heads, tokens, frames].
+
+        They are for `heads` (layer, head), all of a window's tokens, and at most its first `frames`. The slot does not change.
+        """
         fresh = Slot(torch.empty_like(slot.cache), slot.cross)
         x = self.embedding[torch.tensor(tokens)] + self.positions[: len(tokens)]
         out = {}
@@ -203,7 +205,7 @@ class Decoder:
         counts = [len(row) for row in tokens]
         starts = [slot.length for slot in slots]
         if any(start + n > self.max_tokens for start, n in zip(starts, counts, strict=True)):
-            raise ValueError(f"a row would pass {self.max_tokens} tokens")
+            raise ValueError(f"a row would exceed {self.max_tokens} tokens")
         ids = torch.tensor([t for row in tokens for t in row])
         at = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, counts, strict=True)])
         x = self.embedding[ids] + self.positions[at]
@@ -243,7 +245,7 @@ class Decoder:
 @dataclass(frozen=True, eq=False)
 class Whisper:
     """The folder's parts. `suppress` ids are never chosen, `suppress_first` not as the first token of a window. `following`:
-    (layer, head) of the cross-attention that follows the sound; none where the folder does not say."""
+    (layer, head) of the cross-attention that follows the sound; empty if the folder does not list any."""
 
     encoder: Encoder
     decoder: Decoder

@@ -17,8 +17,8 @@ from slipstream.errors import BadRequest
 from slipstream.graph.rows import Result, Row
 
 _FRAME = RATE // 50  # samples that loudness is measured over
-PROMPT_START_S, PROMPT_CHAR_S, PROMPT_PAUSE_S = 0.32, 0.07, 0.8  # when a prompt's sentences would have been said
-_SILENCE = 5e-4  # root mean square of a window's loudest frame below which nobody speaks; Whisper would make words up
+PROMPT_START_S, PROMPT_CHAR_S, PROMPT_PAUSE_S = 0.32, 0.07, 0.8  # the time given to a prompt's sentences
+_SILENCE = 5e-4  # root mean square of a window's loudest frame; below it there is no speech, and Whisper would invent words
 
 
 def windows(audio: np.ndarray) -> list[tuple[int, int]]:
@@ -41,7 +41,7 @@ def silent(audio: np.ndarray) -> bool:
 class EncoderStep:
     """audio float32 [n] at 16 kHz, whole -> per window: features [1, up to 1500, width] and its span [1, 2] in seconds.
 
-    Silent windows are passed over. `margin`: seconds of silence after a short window's end that the encoder still sees; None:
+    Silent windows are skipped. `margin`: seconds of silence after a short window's end that the encoder still sees; None:
     it always sees 30 s. (Over the 50 sentences of `slipstream bench voice`, 2 and 4 s heard the same words as 30 s at a fifth
     of the time; with 1 s the decoder repeats itself.)
     """
@@ -70,7 +70,7 @@ class EncoderStep:
 
 @dataclass(eq=False)
 class _State:
-    """One request at the decoder."""
+    """One request's state in the decoder."""
 
     window: Window | None = None
     slot: Slot | None = None
@@ -83,7 +83,7 @@ class _State:
 class DecoderStep:
     """features and spans, one window each -> text in pieces, and at the end all segments.
 
-    Parameters of a request: `language`, `prompt`, `temperature`, `timestamps`, and `words`: whether segments have theirs.
+    Parameters of a request: `language`, `prompt`, `temperature`, `timestamps`, and `words`: whether segments carry word times.
     """
 
     def __init__(self, folder: str):
@@ -112,12 +112,12 @@ class DecoderStep:
         return [r or Result(state=s) for r, s in zip(results, states, strict=True)]
 
     def _begin(self, row: Row, state: _State) -> Result | None:
-        """Starts a window, or closes the request where no window is left. None: the row has a step to do."""
+        """Starts a window, or closes the request if no window is left. None: the row has a step to run."""
         if "features" not in row.inputs:
             return Result({"segments": state.segments}, state=state)
         p = row.params
         if p.get("words") and not self.following:
-            raise BadRequest("timestamp_granularities: this model has no times of words", "timestamp_granularities[]")
+            raise BadRequest("timestamp_granularities: this model does not support word", "timestamp_granularities[]")
         start, stop = map(float, row.inputs["spans"].data[0])
         timestamps = bool(p.get("timestamps", True))
         if not state.segments and not state.previous:
@@ -145,7 +145,7 @@ class DecoderStep:
         return None
 
     def _prompt(self, params: dict, timestamps: bool) -> list[int]:
-        """The client's prompt as if it had been heard: the model writes timestamps only where it has seen them before."""
+        """The client's prompt in the form of a transcript: the model writes timestamps only after it has seen some."""
         out, at = [], PROMPT_START_S
         for sentence in filter(str.strip, split(params.get("prompt") or "", True)[0]):
             tokens = self.tokenizer.encode(" " + sentence.strip(), add_special_tokens=False).ids
@@ -202,7 +202,7 @@ class DecoderStep:
         return float(likely[self.ids.no_speech] / likely.sum())
 
     def _fresh(self, state: _State, text: str, final: bool) -> str | None:
-        """What may be sent of the text: not an unfinished letter, and nothing before the window is known not to be silence."""
+        """The text that may be sent: no incomplete character, and nothing until the window is known not to be silent."""
         window = state.window
         assert window
         if not final and (text.endswith("\ufffd") or window.no_speech > MAX_NO_SPEECH):

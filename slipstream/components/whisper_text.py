@@ -1,7 +1,7 @@
 """From Whisper's logits to text: which tokens may come next, and segments with times. numpy only.
 
 The rules are those of Whisper's own decoding: timestamps come in pairs and never decrease, the first is at most one second, and
-a timestamp is taken when all of them together are likelier than any text.
+a timestamp is chosen when all timestamps together are likelier than any text token.
 """
 
 import zlib
@@ -15,8 +15,8 @@ STEP = 0.02  # seconds of one timestamp
 LAST = 1500  # timestamp, so 30 s
 MAX_INITIAL = 50  # timestamps, so 1 s
 MAX_NEW = 224  # tokens of one window
-MAX_NO_SPEECH = 0.6  # its probability, above which a window may be silence or noise
-MAX_COMPRESSION = 2.4  # of a text, above which it repeats itself
+MAX_NO_SPEECH = 0.6  # the no-speech token's probability above which a window may be silence or noise
+MAX_COMPRESSION = 2.4  # of a text; above this ratio it repeats itself
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Ids:
         return self.no_timestamps + 1
 
     def at(self, seconds: float) -> int:
-        """The timestamp token of a time; the last one for what is later than 30 s."""
+        """The timestamp token of a time; the last one for times after 30 s."""
         return self.time + min(round(seconds / STEP), LAST)
 
     @classmethod
@@ -81,14 +81,14 @@ LANGUAGES = (
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of a text over its bytes when compressed: high where it repeats itself."""
+    """Bytes of a text over its compressed bytes: high if the text repeats itself."""
     data = text.encode()
     return len(data) / len(zlib.compress(data))
 
 
 @dataclass(eq=False)
 class Window:
-    """The decoding of one window: its prompt, what was sampled, and how likely it was."""
+    """The decoding of one window: its prompt, the sampled tokens, and their likelihood."""
 
     ids: Ids
     start: float  # seconds of the audio before this window
@@ -157,7 +157,7 @@ class Window:
         return self.logprob / (len(self.tokens) + 1)
 
     def is_silence(self, text: str) -> bool:
-        """Whether what was decoded is taken for silence or noise: it was unlikely, repeats itself, or has no word in it."""
+        """Whether the text counts as silence or noise: it was unlikely, repeats itself, or has no word in it."""
         unlikely = self.average < -1.0 or compression_ratio(text) > MAX_COMPRESSION or not any(c.isalnum() for c in text)
         return self.no_speech > MAX_NO_SPEECH and unlikely
 
@@ -168,7 +168,7 @@ class Window:
 
     def segments(self, text_of, words: list[Word] | None = None) -> list[dict]:
         """[{start, end, text, tokens, avg_logprob, compression_ratio, no_speech_prob, temperature}], in seconds of the whole
-        audio. As with Whisper itself, the three measures are the window's. With `words`: [{word, start, end}] too."""
+        audio. As in Whisper, the three measures are those of the window. With `words`: [{word, start, end}] too."""
         time, out, since, run = self.ids.time, [], self.start, []
         ratio = compression_ratio(text_of(self.tokens))
         read = 0  # text tokens before the run

@@ -1,4 +1,4 @@
-"""When each word was said, from where Whisper's decoder looks: dynamic time warping over its cross-attention. numpy only.
+"""The times of words, from the cross-attention of Whisper's decoder by dynamic time warping. numpy only.
 
 As in Whisper's own `word_timestamps` (Radford et al., 2022): the heads that follow the sound, normalized over the tokens,
 smoothed over time, averaged; the cheapest monotonic path through them gives each token its frames.
@@ -15,7 +15,7 @@ _SMOOTH = 7  # frames of the median
 
 
 class Word(NamedTuple):
-    """`first`: the place of its first token among those of the text. Times in seconds of the window."""
+    """`first`: the index of its first token in the text's tokens. Times in seconds of the window."""
 
     text: str
     first: int
@@ -24,7 +24,7 @@ class Word(NamedTuple):
 
 
 def path(cost: np.ndarray) -> np.ndarray:
-    """float [tokens, frames] -> the frame at which each token begins, on the cheapest way from corner to corner."""
+    """float [tokens, frames] -> the frame at which each token begins, on the cheapest path from corner to corner."""
     rows, columns = cost.shape
     total = np.full((rows + 1, columns + 1), np.inf)
     total[0, 0] = 0
@@ -48,7 +48,7 @@ def begins(attention: np.ndarray, first: int) -> np.ndarray:
     normal = (attention - attention.mean(axis=1, keepdims=True)) / np.maximum(spread, 1e-9)
     padded = np.pad(normal, ((0, 0), (0, 0), (_SMOOTH // 2, _SMOOTH // 2)), "reflect")
     smooth = np.median(np.lib.stride_tricks.sliding_window_view(padded, _SMOOTH, axis=-1), axis=-1)
-    return path(-smooth.mean(axis=0)[first:-1])  # a token's row is the one that has given it: the row before its own
+    return path(-smooth.mean(axis=0)[first:-1])  # the row that produced a token is the row before its own
 
 
 def words(tokens: Sequence[int], begin: np.ndarray, text_of: Callable[[list[int]], str]) -> list[Word]:

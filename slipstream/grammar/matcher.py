@@ -1,12 +1,12 @@
-"""Grammars over a model's tokens, by llguidance: what compiles them, and the matcher that a slot keeps.
+"""Grammars over a model's tokens, by llguidance: the compiler, and the matcher of a slot.
 
 A grammar travels as bytes (`Bound`) and is compiled on every rank, which gives equal matchers: the library's limits are counts
 of work and not times, so each rank reaches them at the same token. No torch. The front end uses this module too, in a process
 of its own, to try a grammar before any rank sees it.
 
-What a matcher allows: tokens after which the text can still become one that the grammar describes, and the model's end tokens
-exactly where it may end. Special tokens are no text and are allowed only where the grammar names them. Where the grammar leaves
-one continuation of the text, the token is the one that the model's own tokenizer would write.
+A matcher allows tokens after which the text can still become one that the grammar describes, and the model's end tokens
+exactly where it may end. Special tokens are not text and are allowed only where the grammar names them. Where the grammar
+leaves one continuation of the text, the token is the one that the model's own tokenizer would write.
 """
 
 from collections import OrderedDict
@@ -23,11 +23,11 @@ from slipstream.tokenize.tokenizer import Tokenizer, load_tokenizer
 from slipstream.weights.config import load_config
 
 NO_END = "the model has no end token, so an answer could not end where its grammar does"
-FORCED_BYTES = 256  # of a text that a grammar forces, how much is tokenized at a time: the next token is what is wanted
-_KEPT = 32  # compiled grammars that are at hand for the next request with the same one
+FORCED_BYTES = 256  # characters of a forced text that are tokenized at a time; only the next token is needed
+_KEPT = 32  # compiled grammars kept for the next request with the same one
 
-# Work that one grammar may cause, measured on one core: 0.1 to 1 s to compile, then at most some 50 ms a token where a typical
-# JSON schema takes 0.05 ms. The library's own limits let an ambiguous grammar think for seconds about one token.
+# Work that one grammar may cause, measured on one core: 0.1 to 1 s to compile, then at most about 50 ms a token; a typical
+# JSON schema takes 0.05 ms. With the library's own limits, one token of an ambiguous grammar may take seconds.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1000,  # an object with 200 optional properties needs 807
     step_max_items=8000,
@@ -40,10 +40,10 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class Bound(msgspec.Struct, frozen=True, array_like=True):
-    """What binds an answer: `Request.grammar` is this in msgpack.
+    """An answer's grammar: `Request.grammar` is this in msgpack.
 
     Ends are held back (end tokens while `ignore_end`, those and `stop_ids` for the first `min_tokens` tokens) as long as
-    anything else may follow. Where nothing else may, the grammar wins and the answer ends.
+    anything else may follow. Where nothing else may follow, the grammar wins and the answer ends.
     """
 
     text: str  # llguidance's JSON form, or its Lark dialect
@@ -64,17 +64,17 @@ _decode = msgspec.msgpack.Decoder(Bound).decode
 
 
 class Vocabulary(NamedTuple):
-    """What a grammar needs to know of a model's tokens."""
+    """A model's tokens, as a grammar needs them."""
 
     tokens: list[bytes]  # by id; a special token's are its name
     special_ids: list[int]
     end_ids: list[int]
-    width: int  # logits per row; ids from len(tokens) on are never allowed
-    encode: Callable[[str], list[int]] | None = None  # the model's own tokenizing, without special tokens around
+    width: int  # logits per row; ids of len(tokens) and above are never allowed
+    encode: Callable[[str], list[int]] | None = None  # the model's own tokenizer, without special tokens at the ends
 
     @staticmethod
     def of(tokenizer: Tokenizer, width: int | None = None, tokenize: bool = True) -> "Vocabulary":
-        """width: of the model's logits, the tokenizer's own size when None."""
+        """width: the size of a row of the model's logits; None means the tokenizer's size."""
         width = width or tokenizer.vocab_size
         tokens = [tokenizer.token_bytes(id) for id in range(min(tokenizer.vocab_size, width))]
         ends = [id for id in tokenizer.eos_ids if 0 <= id < len(tokens)]
@@ -84,7 +84,7 @@ class Vocabulary(NamedTuple):
 
 
 class _Source:
-    """A vocabulary in the form that the library reads. Its call tokenizes text that a grammar forces."""
+    """A vocabulary in the form that the library reads. Calling it tokenizes text that a grammar forces."""
 
     def __init__(self, vocabulary: Vocabulary):
         self.tokens = vocabulary.tokens
@@ -97,9 +97,9 @@ class _Source:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Ids whose bytes are the text's first: the tokenizer's own where they fit, else the longest token each time."""
+        """Ids whose bytes begin the text: the tokenizer's own if they fit, else the longest token each time."""
         end = FORCED_BYTES
-        while end < len(text) and text[end] & 0xC0 == 0x80:  # not within a letter
+        while end < len(text) and text[end] & 0xC0 == 0x80:  # not within a character
             end -= 1
         text = text[:end]
         if self._encode is not None:
@@ -131,12 +131,12 @@ class GrammarMatcher:
         self._count = 0
 
     def accept(self, token: int) -> None:
-        """A token that was not allowed makes a dead end of every later mask."""
+        """After a token that was not allowed, every later mask is a dead end."""
         self._state.consume_token(token)
         self._count += 1
 
     def rollback(self, count: int) -> None:
-        """Goes back by the last `count` accepted tokens, all of which were allowed."""
+        """Takes back the last `count` accepted tokens, all of which were allowed."""
         self._state.rollback(count)
         self._count -= count
 
@@ -195,30 +195,30 @@ class Maker:
     def _compile(self, text: str) -> llguidance.LLMatcher:
         state = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
         if not state.is_error():
-            first = state.compute_bitmask()  # the mask that costs most; every copy begins with what it has built
+            first = state.compute_bitmask()  # the most expensive mask; every copy starts with its cached work
             if not state.is_error() and not any(first):
-                raise ValueError("it describes no text")
+                raise ValueError("it matches no text")
         if state.is_error():
             raise ValueError(readable(state.get_error()))
         return state
 
 
 def readable(error: str) -> str:
-    """The library's message without what only its authors can use."""
+    """The library's message without the parts meant for its authors."""
     error = error.replace("<non-verbose/>", "").strip()
     if error.startswith("NoExtension"):
-        return "it describes no text"
+        return "it matches no text"
     return error[:1000]
 
 
 def open_maker(config: EngineConfig, model_path: str) -> MakeMatcher:
-    """What compiles grammars on a rank. Raises ModelError for a model without a tokenizer, ValueError where it has no end."""
+    """A rank's compiler of grammars. Raises ModelError for a model without a tokenizer, ValueError without an end token."""
     invented = config.device == "sim" or config.load_format == "dummy"
     tokenizer = load_tokenizer(model_path, config.tokenizer, placeholder=invented)
     return Maker(Vocabulary.of(tokenizer, logits_width(model_path)))
 
 
 def logits_width(model_path: str) -> int | None:
-    """The model's own count of tokens, which may exceed its tokenizer's; None where its config does not say."""
+    """The model's number of tokens, which may exceed its tokenizer's; None if the config does not hold it."""
     config = load_config(model_path)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")

@@ -1,11 +1,11 @@
 """Rewrites a client's JSON schema into one that the library follows exactly. Pure.
 
-References become plain ones into one `$defs`, whatever `$id` and `$anchor` said. Keywords that forbid nothing are left out.
-`oneOf` becomes `anyOf` where no answer can fit two branches. Bounds of numbers become ones that can be followed. A keyword
-that cannot be enforced is refused by its name and place, or left to the model where the client is not strict.
+References by `$id`, `$anchor` or pointer become plain ones into one `$defs`. Keywords that forbid nothing are left out.
+`oneOf` becomes `anyOf` if no answer can fit two branches. Bounds of numbers become ones that can be followed exactly. A keyword
+that cannot be enforced is refused by its name and place, or left to the model if the client is not strict.
 
-Objects are closed: where a schema names properties and does not say what more there may be, there may be none. JSON schema
-itself would let a model invent properties until its tokens are used up.
+Objects are closed: a schema that names properties and does not mention others allows no others. JSON Schema itself would let
+a model invent properties until max_tokens.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,18 @@ from slipstream.grammar.schema_overlap import IN_PLACE, Overlap
 from slipstream.grammar.schema_refs import Document, Place
 
 MAX_DEPTH = 100  # of JSON; the library reads 128
-_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # others are notes
+_FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+}  # other formats are annotations
 _REFS = ("$ref", "$dynamicRef", "$recursiveRef")
 _TYPES = ["null", "boolean", "integer", "number", "string", "array", "object"]
 
@@ -33,18 +44,18 @@ class _Node(NamedTuple):
 
 
 class Simplifier:
-    """`add` documents; what they return points into `defs`, which all of them share."""
+    """`add` documents; the schemas that it returns point into `defs`, which all of them share."""
 
     def __init__(self, closed: bool = True):
-        """closed: as this module's first lines say."""
+        """closed: see this module's first lines."""
         self.closed = closed
         self.defs: dict[str, Any] = {}
-        self.open = False  # whether an object that names properties may have others too
+        self.open = False  # whether an object that names properties allows others too
 
     def add(self, schema: dict[str, Any], param: str, lenient: bool = False) -> Any:
-        """The schema, rewritten. lenient: what cannot be enforced is left to the model.
+        """The schema, rewritten. lenient: leaves keywords that cannot be enforced to the model.
 
-        Raises BadRequest, with `param`, naming the keyword and where it stands.
+        Raises BadRequest, with `param`, naming the keyword and its place.
         """
         return _Rewriter(self, Document(schema), param, lenient).whole()
 
@@ -119,7 +130,7 @@ class _Rewriter:
 
     def _count(self, node: _Node, key: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value // 1:
-            raise self._refused(node.at, key, f"must be a whole number that is not negative, not {value!r:.100}")
+            raise self._refused(node.at, key, f"must be a whole number of at least 0, not {value!r:.100}")
         node.out[key] = int(value)
 
     def _numbers(self, node: _Node) -> None:
@@ -137,10 +148,10 @@ class _Rewriter:
     def _ref(self, node: _Node, key: str, value: Any) -> None:
         schema, home = node.place
         if key == "$dynamicRef" and self._document.ambiguous(str(value).rpartition("#")[2]):
-            return self._unsupported(node, key, "there are several anchors of this name")
+            return self._unsupported(node, key, "the schema has several anchors of this name")
         target = self._document.resolve(value, home) if isinstance(value, str) else None
         if target is None:
-            raise self._refused(node.at, key, f"{value!r:.100} points to nothing in this schema")
+            raise self._refused(node.at, key, f"{value!r:.100} does not point to a subschema of this schema")
         name = self._names.get((id(target.schema), node.closing.branches)) if isinstance(target.schema, dict) else None
         if name is None:
             name = self._names[id(target.schema), node.closing.branches] = f"d{len(self._to.defs)}"
@@ -155,7 +166,7 @@ class _Rewriter:
         node.out[key] = self._below(node, value, key, close=node.closing.below(""))
 
     def _items(self, node: _Node, key: str, value: Any) -> None:
-        """A list of them is `prefixItems` in drafts before 2020-12, and what follows it `additionalItems`."""
+        """In drafts before 2020-12 a list means `prefixItems`, and `additionalItems` holds for the items after it."""
         if isinstance(value, list):
             self._several(node, "prefixItems", value)
             if "additionalItems" in node.place.schema:
@@ -165,7 +176,7 @@ class _Rewriter:
 
     def _several(self, node: _Node, key: str, value: Any) -> None:
         if not isinstance(value, list) or not value:
-            raise self._refused(node.at, key, "must be a list of schemas that is not empty")
+            raise self._refused(node.at, key, "must be a list of at least one schema")
         close = node.closing.below("") if key == "prefixItems" else node.closing.branches
         _also(node.out, {key: [self._below(node, sub, key, str(i), close=close) for i, sub in enumerate(value)]})
 
@@ -179,12 +190,14 @@ class _Rewriter:
         self._several(node, "anyOf", value)
         try:
             pair = self._overlap.pair([self._document.place(sub, node.place.resource) for sub in value], node.closing.branches)
-            why = pair and f"an answer may fit its branches {pair[0]} and {pair[1]} both, which"
+            why = pair and f"an answer may fit both of its branches {pair[0]} and {pair[1]}, which"
         except ValueError as e:
             why = f"it has {e}, so it"
         if why and not self._lenient:
             raise self._refused(
-                node.at, key, f"{why} cannot be enforced; say anyOf; where the field has it, strict: false takes oneOf as anyOf"
+                node.at,
+                key,
+                f"{why} cannot be enforced; use anyOf, or where the field has it strict: false, which takes it as anyOf",
             )
 
     def _not(self, node: _Node, key: str, value: Any) -> None:
@@ -197,12 +210,12 @@ class _Rewriter:
             self._unsupported(node, key)
 
     def _allowing(self, node: _Node, key: str, value: Any) -> None:
-        """Keywords that are known only where they allow everything."""
+        """Keywords that are supported only where they allow everything."""
         if not self._allows_all(value, node):
             self._unsupported(node, key)
 
     def _unevaluated(self, node: _Node, key: str, value: Any) -> None:
-        """Where nothing else evaluates anything, false is what `additionalProperties` and `items` say too."""
+        """If no other keyword evaluates properties or items, false has the meaning of `additionalProperties` and `items`."""
         plain, schema = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}[key], node.place.schema
         if plain in schema or (value is False and not (IN_PLACE | {"contains"}) & schema.keys()):
             node.out.setdefault(plain, False)
@@ -223,7 +236,7 @@ class _Rewriter:
             self._unsupported(node, key)
 
     def _dependent(self, node: _Node, key: str, value: Any) -> None:
-        """`dependencies` of older drafts has both forms: names that must be there too, or a schema."""
+        """`dependencies` of older drafts has both forms: names of required properties, or a schema."""
         required = set(map(str, _list(node.place.schema.get("required"))))
         for dependents in value.values() if isinstance(value, dict) else [value]:
             asks = (
@@ -252,7 +265,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _also(out: dict[str, Any], more: dict[str, Any]) -> None:
-    """Adds a keyword that may be there already, in which case both hold."""
+    """Adds a keyword. If it is there already, both hold."""
     ((key, value),) = more.items()
     if key == "allOf":
         out["allOf"] = [*out.get("allOf", ()), *value]

@@ -1,4 +1,4 @@
-"""Where a JSON schema's objects are closed, and to which properties, though it does not say so itself. Pure."""
+"""Decides where a JSON schema's objects are closed implicitly, and to which properties. Pure."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from slipstream.grammar.schema_refs import Document, Place
 
 
 class Closing(NamedTuple):
-    """What becomes of one schema."""
+    """The decision for one schema."""
 
-    names: list[str] | None  # the only properties that its object may have; None: it is not closed here
+    names: list[str] | None  # the only properties that its object may have; None: not closed here
     branches: bool  # whether schemas in its place (anyOf, $ref, ...) close theirs
     below: Callable[[str], bool]  # whether an object one level down is closed, by the property's name ("" for others)
 
@@ -19,14 +19,14 @@ OPEN = Closing(None, False, lambda name: False)
 
 
 def closing(document: Document, place: Place, count: Callable[[], None]) -> Closing:
-    """Of a schema that may be closed. count: is called for each schema that is looked at, and may raise.
+    """Of a schema that may be closed. count: called for each schema that is read; it may raise.
 
-    A branch without other keywords besides it is the object itself; else the object is closed here, to the names of all. What
-    two places describe is closed in neither, since each would forbid what the other names.
+    A single branch without other keywords is the object itself. Otherwise the object is closed here, to the names of all
+    branches. An object that two places describe is closed in neither, since each would forbid the other's names.
     """
     schema = place.schema
     applied = IN_PLACE & schema.keys()
-    if not {"then", "else"} & schema.keys():  # an `if` alone asks for nothing
+    if not {"then", "else"} & schema.keys():  # an `if` alone has no effect
         applied -= {"if"}
     if len(applied) == 1 and not OBJECT & schema.keys() and len(schema.get("allOf", ".")) == 1:
         return Closing(None, True, lambda name: True)
@@ -44,12 +44,12 @@ def closing(document: Document, place: Place, count: Callable[[], None]) -> Clos
 
 class _Described(NamedTuple):
     names: list[str]  # of properties
-    open: bool  # it says itself that there may be others
+    open: bool  # it allows others explicitly
     lists: bool  # it has `properties`
 
 
 def _described(document: Document, place: Place, count: Callable[[], None]) -> _Described:
-    """What a schema and all that stands in its place say of an object's properties."""
+    """The statements of a schema, and of all schemas in its place, on an object's properties."""
     names: list[str] = []
     todo, seen, lists = [place], set(), False
     while todo:

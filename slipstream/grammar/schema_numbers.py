@@ -1,7 +1,7 @@
-"""Bounds and constants of numbers that a JSON schema states, as the library can follow them exactly. Pure.
+"""A JSON schema's bounds and constants of numbers, in a form that the library follows exactly. Pure.
 
 The library computes with doubles and 64 bits. A bound beyond 2**53 is moved inwards to the next one that it follows exactly,
-so that an answer always fits the client's bound. A bound that would leave nothing, or a constant that cannot be written, is
+so that an answer always fits the client's bound. A bound that leaves no number, or a constant that cannot be written, is
 refused.
 """
 
@@ -11,11 +11,11 @@ from typing import Any
 
 EXACT = 2**53  # whole numbers up to here are doubles, and the library writes them digit by digit
 MOST_INTEGER = 2**63 - 1024  # the largest double below 2**63
-LONG = 10**18  # from here on the library needs a bound on the other side too
+LONG = 10**18  # from here on the library needs a bound on both sides
 
 
 def bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
-    """The four keywords as the library follows them. fractions: whether numbers that are not whole are meant too.
+    """The four keywords as the library follows them. fractions: whether numbers that are not whole are allowed too.
 
     Raises ValueError naming the keyword.
     """
@@ -44,12 +44,14 @@ def bounds(schema: dict[str, Any], fractions: bool) -> dict[str, Any]:
         and lower[0] <= upper[0]
         and out.get("minimum", -most) > out.get("maximum", most)
     ):
-        raise ValueError(f"minimum and maximum: no number between {lower[0]} and {upper[0]} can be followed exactly")
+        raise ValueError(
+            f"minimum and maximum: no number from {lower[0]} to {upper[0]} can be followed exactly; widen the range"
+        )
     return out
 
 
 def _bound(schema: dict[str, Any], suffix: str, sign: int) -> tuple[int | float | None, bool]:
-    """The tightest bound of a side, and whether it is itself excluded. Draft 4 says `exclusiveMinimum: true` of `minimum`."""
+    """The tightest bound of a side, and whether it is excluded. In draft 4, `exclusiveMinimum: true` refers to `minimum`."""
     name, strict_name = "m" + suffix, "exclusiveM" + suffix
     plain, strict = schema.get(name), schema.get(strict_name)
     for key, value in ((name, plain), (strict_name, strict)):
@@ -65,7 +67,7 @@ def _bound(schema: dict[str, Any], suffix: str, sign: int) -> tuple[int | float 
 def _inwards(value: int | float, strict: bool, most: int, name: str) -> int:
     """The least whole number that is a double, at least `value` (greater, if strict) and within `most` of zero."""
     if value > most or (strict and value == most):
-        raise ValueError(f"{name}: a bound beyond {most} leaves no number that can be followed exactly")
+        raise ValueError(f"{name}: must be within {most} of zero; beyond that no number can be followed exactly")
     if value < -most:
         return -most
     value = math.floor(value) + 1 if strict else math.ceil(value)
@@ -74,7 +76,7 @@ def _inwards(value: int | float, strict: bool, most: int, name: str) -> int:
 
 
 def check_data(value: Any) -> None:
-    """Whether a `const` can be written. Raises ValueError for a number that would come out as another one."""
+    """Whether a `const` can be written. Raises ValueError for a number that would be written as another one."""
     for number in _integers(value):
         if abs(number) > MOST_INTEGER or int(float(number)) != number:
             raise ValueError(f"{number} cannot be followed exactly; give a whole number within {EXACT} of zero, or a string")

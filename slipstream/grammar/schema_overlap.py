@@ -1,7 +1,7 @@
-"""Whether two JSON schemas can fit one value: what `oneOf` needs to know of its branches. Pure.
+"""Whether one value can fit two JSON schemas, for the branches of `oneOf`. Pure.
 
-A schema is seen as alternatives, each a set of plain facts (types, values, properties, bounds). What the facts leave out
-only makes a schema look wider. So "disjoint" is certain, and "overlapping" may mean that it is not known.
+A schema is treated as alternatives, each a set of plain facts (types, values, properties, bounds). Facts that are left out
+only make a schema look wider. So "disjoint" is certain, and "overlapping" may mean "unknown".
 """
 
 import itertools
@@ -16,16 +16,16 @@ OBJECT = frozenset({
     "additionalProperties", "unevaluatedProperties", "patternProperties", "properties", "required", "minProperties",
     "maxProperties", "propertyNames", "dependentRequired",
 })  # fmt: skip
-MAX_WORK = 30_000  # schemas that are looked at and pairs that are compared for one document; at most some 0.5 s
+MAX_WORK = 30_000  # schemas read and pairs compared for one document; at most about 0.5 s
 
 _TYPES = frozenset({"null", "boolean", "string", "array", "object", "integer", "fraction"})
-_BOUNDS = (  # what a bound is of, and its two keywords
+_BOUNDS = (  # the kind of value that is bounded, and its two keywords
     (frozenset({"integer", "fraction"}), "minimum", "maximum"),
     (frozenset({"string"}), "minLength", "maxLength"),
     (frozenset({"array"}), "minItems", "maxItems"),
     (frozenset({"object"}), "minProperties", "maxProperties"),
 )
-_DEEPEST = 8  # references and branches that are followed one below the other
+_DEEPEST = 8  # the depth to which references and branches are followed
 _WIDEST = 64  # alternatives of one schema
 
 
@@ -41,7 +41,7 @@ class Facts:
     bounds: dict[str, float] = field(default_factory=dict)
 
     def both(self, other: "Facts") -> "Facts":
-        """What is known of a value that fits both."""
+        """The facts of a value that fits both."""
         values = self.values if other.values is None else other.values
         if self.values is not None and other.values is not None:
             values = {k: v for k, v in self.values.items() if k in other.values}
@@ -54,7 +54,7 @@ class Facts:
 
 
 class Overlap:
-    """Compares subschemas of one document. Raises ValueError where that takes too much work."""
+    """Compares subschemas of one document. Raises ValueError if that takes too much work."""
 
     def __init__(self, document: Document):
         self._document = document
@@ -62,9 +62,9 @@ class Overlap:
         self._known: dict[tuple[int, bool], list[Facts]] = {}
 
     def pair(self, branches: list[Place], closed: bool) -> tuple[int, int] | None:
-        """Two branches that a value may fit both, None where there are none.
+        """Two branches that one value may fit, None if there are none.
 
-        closed: whether the answer's branch has no properties but those it names; the others are as JSON schema says.
+        closed: whether the answer's branch allows only the properties that it names; the others follow JSON Schema.
         """
         wide = [self._alternatives(branch, 0, False) for branch in branches]
         if all(len(facts) == 1 and facts[0].values is not None for facts in wide):
@@ -78,7 +78,7 @@ class Overlap:
         return None
 
     def _disjoint(self, ours: list[Facts], theirs: list[Facts], depth: int) -> bool:
-        """Whether certainly no value fits both."""
+        """Whether it is certain that no value fits both."""
         return all(self._apart(a, b, depth) for a in ours for b in theirs)
 
     def _apart(self, a: Facts, b: Facts, depth: int) -> bool:
@@ -95,7 +95,7 @@ class Overlap:
         )
 
     def _impossible(self, name: str, a: Facts, b: Facts, depth: int) -> bool:
-        """Whether a property that must be there has no value that fits both schemas."""
+        """Whether a required property has no value that fits both schemas."""
         if any(facts.names is not None and name not in facts.names for facts in (a, b)):
             return True
         if depth > _DEEPEST:
@@ -109,7 +109,7 @@ class Overlap:
             raise ValueError("too many branches and references to follow")
 
     def _alternatives(self, place: Place, depth: int, closed: bool) -> list[Facts]:
-        """Facts of which one holds for whatever fits the schema."""
+        """Alternatives: one of them holds for every value that fits the schema."""
         key = id(place.schema), closed
         if key not in self._known:
             self._known[key] = self._look(place, depth, closed)
@@ -130,7 +130,7 @@ class Overlap:
         return found
 
     def _groups(self, schema: dict[str, Any], home: Resource) -> list[list[Place]]:
-        """Of each group, a value that fits the schema fits one."""
+        """Groups: a value that fits the schema fits one member of each group."""
         out = []
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
@@ -169,7 +169,7 @@ class Overlap:
 
 
 def _twice(constants: list[dict[str, Any]]) -> tuple[int, int] | None:
-    """Two branches that have a constant in common; for very many of them."""
+    """Two branches with a common constant; fast for very many branches."""
     seen: dict[str, int] = {}
     for i, values in enumerate(constants):
         for key in values:
@@ -180,7 +180,7 @@ def _twice(constants: list[dict[str, Any]]) -> tuple[int, int] | None:
 
 
 def opens(schema: dict[str, Any]) -> bool:
-    """Whether an object's schema says itself what more there may be than its properties."""
+    """Whether an object's schema says itself whether other properties are allowed."""
     return (
         bool({"additionalProperties", "patternProperties"} & schema.keys())
         or schema.get("unevaluatedProperties", False) is not False
@@ -200,7 +200,7 @@ def _types_of(value: Any) -> frozenset[str]:
 
 
 def _key(value: Any) -> str:
-    """Equal for values that JSON schema calls equal: 1 and 1.0, and objects in any order."""
+    """A key, equal for values that are equal in JSON Schema: 1 and 1.0, and objects in any order."""
     return json.dumps(_plain(value), sort_keys=True)
 
 

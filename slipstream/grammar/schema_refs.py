@@ -1,4 +1,4 @@
-"""A JSON schema as a document: where its subschemas stand, and what its references point to (JSON Schema 2020-12, core,
+"""A JSON schema as a document: its subschemas, and the targets of its references (JSON Schema 2020-12, core,
 8.2).
 
 Only schema positions are read as schemas. A property's name and the data of `const`, `enum`, `default` or `examples` may
@@ -17,7 +17,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 
 class Resource(NamedTuple):
-    """A schema with an identifier of its own, or the whole document: what `#` means below it."""
+    """A schema with an identifier of its own, or the whole document: the target of `#` below it."""
 
     uri: str
     root: Any
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Document:
-    """`root` is where reading starts; `resolve` follows a reference. The schema must not change meanwhile."""
+    """Reading starts at `root`; `resolve` follows a reference. The schema must not change meanwhile."""
 
     def __init__(self, schema: dict[str, Any]):
         self._id = "id" if "draft-04" in str(schema.get("$schema")) else "$id"
@@ -42,7 +42,7 @@ class Document:
         self.root = Place(schema, self._read(schema, Resource("", schema, {})))
 
     def _read(self, schema: Any, outer: Resource) -> Resource:
-        """Notes identifiers and anchors of every subschema; the resource of the schema itself."""
+        """Records the identifiers and anchors of every subschema; returns the resource of the schema itself."""
         self._resources.setdefault("", outer)
         todo = [(schema, outer)]
         while todo:
@@ -71,11 +71,11 @@ class Document:
         return Place(schema, self._home.get(id(schema), near))
 
     def ambiguous(self, anchor: str) -> bool:
-        """Whether what a $dynamicRef to this anchor means depends on the way that led to it."""
+        """Whether the target of a $dynamicRef to this anchor depends on the path that led to it."""
         return self._dynamic.get(anchor, 0) > 1
 
     def resolve(self, ref: str, near: Resource) -> Place | None:
-        """What the reference points to, None for nothing. near: the resource in which the reference stands."""
+        """The reference's target, or None. near: the resource that holds the reference."""
         uri, _, fragment = ref.partition("#")
         resource = self._resources.get(_join(near.uri, uri)) if uri else near
         if resource is None:
@@ -100,7 +100,7 @@ class Document:
 
 
 def subschemas(schema: dict[str, Any]) -> list[Any]:
-    """What stands in the schema positions of one schema."""
+    """The subschemas in the schema positions of one schema."""
     out = [schema[key] for key in ONE if key in schema and not isinstance(schema[key], list)]
     out += [sub for key in SEVERAL if isinstance(schema.get(key), list) for sub in schema[key]]
     return out + [sub for key in NAMED if isinstance(schema.get(key), dict) for sub in schema[key].values()]
@@ -109,5 +109,5 @@ def subschemas(schema: dict[str, Any]) -> list[Any]:
 def _join(base: str, uri: str) -> str:
     try:
         return urljoin(base, uri)
-    except ValueError:  # no address at all
+    except ValueError:  # not an address
         return uri

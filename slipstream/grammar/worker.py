@@ -1,10 +1,10 @@
 """The process that tries grammars: `python -m slipstream.grammar.worker`, started by `grammar_check.py`.
 
-A grammar is a program that a client sent. It is compiled here as a rank would compile it, inside limits that the kernel keeps:
-computing time for each (a timer whose signal ends the process, also from inside one long call), memory, no files.
+A grammar is a program that a client sent. It is compiled here as a rank would compile it. The kernel enforces limits:
+CPU time for each (a timer whose signal ends the process, also from inside one long call), memory, no files.
 
 Messages both ways are framed as `system.framing` says. First `Setup` in msgpack, then grammars; each answer is the reason
-against the grammar as text, empty where there is none.
+for refusing the grammar as text, empty if it is accepted.
 """
 
 import resource
@@ -20,7 +20,7 @@ MEMORY = 2 << 30  # bytes of address space, the vocabulary's index included
 
 
 class Setup(msgspec.Struct, array_like=True):
-    seconds: float  # of computing, for one grammar
+    seconds: float  # of CPU time, for one grammar
     tokens: list[bytes]
     special_ids: list[int]
     end_ids: list[int]

@@ -1,7 +1,8 @@
-"""How a stream is cut for its consumer: chunk policies as values, and the cutter that applies one. Pure; imports numpy only.
+"""Cuts a stream for its consumer: chunk policies as values, and the cutter that applies one. Pure; imports numpy only.
 
 A stream carries pieces. A piece of an "array" stream has as many units as its first axis is long; a piece of a "text" or
-"value" stream is one unit. Cutting never changes units or their order: chunks without their context, joined, are the whole.
+"value" stream is one unit. Cutting never changes units or their order: the chunks without their context, joined, are the whole
+stream.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Whole:
-    """Everything, once the producer has ended."""
+    """The whole stream as one chunk, once the producer has ended."""
 
     def cut(self, fresh: int, have: int, ended: bool) -> tuple[int, int] | None:
         return (0, have) if ended and fresh < have else None
@@ -24,15 +25,15 @@ class Whole:
 
 @dataclass(frozen=True)
 class Fixed:
-    """`n` units at a time. With `allow_partial` what has landed goes on at once, at most `n` units; else it is joined to `n`,
-    and only the last chunk may be shorter."""
+    """`n` units at a time. With `allow_partial` the units that have arrived go on at once, at most `n`. Otherwise a chunk
+    waits for `n` units, and only the last one may be shorter."""
 
     n: int
     allow_partial: bool = False
 
     @property
     def need(self) -> int:
-        """Units that must be held before a chunk is cut, at most, unless the producer has ended."""
+        """The most units that must be held before a chunk is cut, unless the producer has ended."""
         return 1 if self.allow_partial else self.n
 
     def cut(self, fresh: int, have: int, ended: bool) -> tuple[int, int] | None:
@@ -92,7 +93,7 @@ Policy = Whole | Fixed | SlidingWindow | LeftContext
 
 
 def faults(policy: Policy) -> str | None:
-    """What is wrong with a policy's numbers, or None."""
+    """The fault in a policy's numbers, or None."""
     match policy:
         case Fixed(n=n) if n < 1:
             return f"Fixed(n={n}): n must be at least 1"
@@ -104,25 +105,25 @@ def faults(policy: Policy) -> str | None:
 
 
 class Chunk(NamedTuple):
-    """What a consumer's step gets. `data[context:]` is new; the units before were sent already."""
+    """The input of a consumer's step. `data[context:]` is new; the units before it were in an earlier chunk."""
 
     data: Any
     context: int
-    last: bool  # the producer had ended when this was cut, and nothing follows
+    last: bool  # the producer had ended when this was cut, and no chunk follows
 
 
 def units(value: Any) -> int:
-    """Units of a piece; an empty text has none."""
+    """The number of units in a piece; 0 for an empty text."""
     return len(value) if isinstance(value, np.ndarray) else int(value != "")
 
 
 def size_of(value: Any) -> int:
-    """What a gathered piece counts for: an array's bytes, else its characters as text."""
+    """The size of a gathered piece: an array's bytes, else its characters as text."""
     return value.nbytes if isinstance(value, np.ndarray) else len(str(value))
 
 
 def join(pieces: list[Any]) -> Any:
-    """Pieces of one stream as one value: arrays along their first axis, texts one after the other."""
+    """Joins pieces of one stream to one value: arrays along their first axis, texts one after the other."""
     if len(pieces) == 1:
         return pieces[0]
     if all(isinstance(p, str) for p in pieces):
@@ -133,10 +134,10 @@ def join(pieces: list[Any]) -> Any:
 
 
 class Cutter:
-    """One input of one request: takes pieces as they come, gives chunks as the policy cuts them.
+    """One input of one request: takes pieces as they come, returns chunks as the policy cuts them.
 
-    Each piece has a tag; `spent` collects the tags of pieces whose units no later chunk will need. If the end is known when a
-    chunk is cut that nothing follows, the chunk is marked last; if the end comes later it comes alone, without an empty chunk.
+    Each piece has a tag; `spent` collects the tags of pieces whose units no later chunk will need. If the end is known
+    when the final chunk is cut, that chunk is marked last. If the end comes later, it comes alone, without an empty chunk.
     """
 
     def __init__(self, policy: Policy, sources: int = 1):
@@ -144,7 +145,7 @@ class Cutter:
         self.spent: list[Any] = []
         self._sources = sources  # producers that have not ended
         self._pieces: deque[tuple[int, Any, Any]] = deque()  # (first unit, piece, tag)
-        self._fresh = 0  # units before this were in a chunk
+        self._fresh = 0  # the first unit that was not in a chunk yet
         self._have = 0
 
     @property
@@ -153,7 +154,7 @@ class Cutter:
 
     @property
     def exhausted(self) -> bool:
-        """Ended, and every unit was in a chunk."""
+        """Whether it has ended and every unit was in a chunk."""
         return self.ended and self._fresh == self._have
 
     @property
@@ -180,7 +181,7 @@ class Cutter:
             self.clear()
 
     def clear(self) -> None:
-        """Throws everything away, now and later: the consumer has ended."""
+        """Drops all pieces, now and later: the consumer has ended."""
         self.spent += [tag for _, _, tag in self._pieces]
         self._pieces.clear()
         self._fresh = self._have

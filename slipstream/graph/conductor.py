@@ -1,9 +1,9 @@
-"""Drives requests through their walks, beside the front end. One event loop, no torch, no threads.
+"""Drives requests through their walks, in the front end's process. One event loop, no torch, no threads.
 
 A group is reached through the small `ComponentGroup` interface below, whether it is a worker process, this process, or a
-language model served by the log. The conductor forwards pieces and credit between groups, holds what a client has not
-read (bounded by the same credit),
-and ends every request exactly once: by its outputs' ends, by a failure that names a component, or by an abort.
+language model served by the log. The conductor forwards pieces and credit between groups, and holds the outputs that a client
+has not read (bounded by the same credit). It ends every request exactly once: by its outputs' ends, by a failure that names a
+component, or by an abort.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from slipstream.graph.watch import StallWatch
 from slipstream.graph.work import MAX_GATHERED
 from slipstream.transport.base import Transport
 
-MAX_UNREAD = 1 << 16  # outputs of one request that wait for its client; only a producer without credit can get there
+MAX_UNREAD = 1 << 16  # outputs of one request that wait for its client; only a producer without credit reaches this
 
 
 class RequestFailed(SlipstreamError):
-    """A component ended the request. `status` is 400 where the request's content is at fault, in `param` if that is one."""
+    """A component ended the request. `status` is 400 if the content is at fault; `param` names its parameter, if any."""
 
     def __init__(self, component: str, message: str, status: int = 500, param: str | None = None):
         super().__init__(f"{component}: {message}")
@@ -50,7 +50,7 @@ class RequestFailed(SlipstreamError):
 
 
 class Output(NamedTuple):
-    """Something for the client. `value` is None where an end came alone."""
+    """An output for the client. `value` is None if the end came alone."""
 
     port: str
     value: Any
@@ -71,7 +71,7 @@ class ComponentGroup(Protocol):
 
 
 class Run:
-    """One request under way. Iterate for its outputs; feed its inputs; stop or abort it."""
+    """One running request. Iterate over it for its outputs; feed its inputs; stop or abort it."""
 
     def __init__(self, conductor: "Conductor", id: int, plan: WalkPlan, groups: Sequence[ComponentGroup]):
         self.id = id
@@ -88,13 +88,13 @@ class Run:
         self.watch = StallWatch(plan.given)
         self._gathered: dict[str, list[Any]] = {}
         self._sizes: dict[str, int] = {}
-        self._ended = False  # nothing more for the client
+        self._ended = False  # no more outputs for the client
 
     def __aiter__(self) -> "Run":
         return self
 
     async def __anext__(self) -> Output:
-        """The next output. Raises RequestFailed or EngineDown where the request failed, after what came before it."""
+        """The next output. Raises RequestFailed or EngineDown if the request failed, after the outputs that came before."""
         while not self._queue:
             if self.failure:
                 raise self.failure
@@ -109,7 +109,7 @@ class Run:
         return output
 
     async def feed(self, port: str, value: Any, last: bool = False) -> None:
-        """Gives a piece of an input; waits while a consumer has no credit left. Raises what ended the request."""
+        """Feeds a piece of an input; waits while a consumer has no credit left. Raises the error that ended the request."""
         if port not in self.plan.given:
             raise BadRequest(f"walk {self.plan.walk.name}: this request has no input {port}", port)
         for i in self.plan.links:
@@ -151,13 +151,13 @@ class Run:
             group.send(Feed(self.id, i, value, last))
 
     def stop(self, component: str | None = None) -> None:
-        """Ends one component (or all) early; what was made until then still comes, and the outputs end in good order."""
+        """Ends one component (or all) early. Outputs made until then still come, and the outputs end normally."""
         for group in list(self._open):
             if component is None or component in group.components:
                 group.send(Stop(self.id, component))
 
     def abort(self) -> None:
-        """The client is gone. Idempotent; nothing more comes."""
+        """The client is gone. Idempotent; no more outputs come."""
         self._end()
         self._queue.clear()
         for group in list(self._open):
@@ -179,10 +179,10 @@ class Run:
 
 
 class Conductor:
-    """All requests of one composite model. `transport` is this process's end, for values that lie there.
+    """All requests of one composite model. `transport` is this process's end, for values stored there.
 
-    A request in which nothing has moved for `step_timeout` seconds, and in which nothing can, fails with the component's name.
-    One that only waits for its turn, or for its client, does not.
+    A request fails with the component's name if nothing in it has moved for `step_timeout` seconds and nothing can. A request
+    that only waits for its turn, or for its client, does not fail.
     """
 
     def __init__(
@@ -209,12 +209,12 @@ class Conductor:
         given: Collection[str] | None = None,
         params: dict[str, Any] | None = None,
     ) -> Run:
-        """Begins a request. Raises BadRequest for a plan that could not end well, EngineDown where a group of it is not up."""
+        """Begins a request. Raises BadRequest for a plan that could stall, EngineDown if a group of it is not ready."""
         plan = make_plan(self.model, walk, wanted, given)
         groups = [g for g in self.groups if any(c in plan.components for c in g.components)]
         for group in groups:
             if not group.up:
-                raise EngineDown(f"component {next(c for c in group.components if c in plan.components)} is not up")
+                raise EngineDown(f"component {next(c for c in group.components if c in plan.components)} is not ready")
         run = Run(self, next(self._ids), plan, groups)
         self.runs[run.id] = run
         for group in groups:
@@ -293,7 +293,7 @@ class Conductor:
         return copy
 
     def _answered(self, run: Run, group: ComponentGroup) -> None:
-        """A group has no more of this request. What still goes there is thrown away there, so its producers get free credit."""
+        """A group has ended its part of this request. It drops what still arrives, so its producers get free credit."""
         if group not in run._open:
             return
         run._open.remove(group)
@@ -311,7 +311,7 @@ class Conductor:
             group.send(Abort(run.id))
 
     def forget(self, group: ComponentGroup) -> None:
-        """What a group's process held in the transport is released; called when it has gone and before its successor serves."""
+        """Releases the values that a group's process held in the transport. Call it before its successor serves."""
         if group.peer < 0:
             return
         if self.transport:
@@ -321,7 +321,7 @@ class Conductor:
                 other.send(Forget(group.peer))
 
     def _down(self, group: ComponentGroup, reason: str) -> None:
-        """A group's process is gone: each request of it ends with one error; the others go on."""
+        """A group's process is gone: each of its requests ends with one error; the others go on."""
         self.forget(group)
         for run in [r for r in self.runs.values() if group in r._open]:
             component = next(c for c in group.components if c in run.plan.components)

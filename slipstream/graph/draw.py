@@ -1,7 +1,7 @@
 """Draws a composite model and where it runs: as SVG by hand, as PNG with Pillow from the same shapes.
 
-One column per distance from the input; a component's colour is its group's. What the client gives stands below the component
-that takes it, what it gets above the one that makes it.
+One column per distance from the input; a component's colour is its group's. The client's inputs are below the component that
+takes them, its outputs above the one that makes them.
 """
 
 import html
@@ -45,7 +45,7 @@ class Drawing:
 
 
 def depths(model: Model) -> dict[str, int]:
-    """Each component's longest way from an input, over all walks, loops apart."""
+    """Each component's longest distance from an input, over all walks, without loops."""
     before: dict[str, set[str]] = {c.name: set() for c in model.components}
     for walk in model.walks:
         for link in walk.links:
@@ -60,7 +60,7 @@ def depths(model: Model) -> dict[str, int]:
 
 
 def lay_out(model: Model, placement: Placement) -> Drawing:
-    """Where everything stands, in pixels of the SVG."""
+    """The place of every shape, in pixels of the SVG."""
     columns: dict[int, list[str]] = {}
     for name, depth in depths(model).items():
         columns.setdefault(depth, []).append(name)
@@ -92,7 +92,7 @@ def lay_out(model: Model, placement: Placement) -> Drawing:
 
 
 def _ports(links, prefix: str) -> dict[str, list[str]]:
-    """The client's ports by the component they stand at."""
+    """The client's ports, by the component that they belong to."""
     out: dict[str, list[str]] = {}
     for source, target, _ in links:
         port, other = (source, target) if prefix == "in." else (target, source)

@@ -42,7 +42,7 @@ from slipstream.transport.base import Transport, TransportError, TransportFull
 
 
 class LocalGroup:
-    """Components whose steps are quick, run between the events of this loop. Values are handed on as they are: no copy."""
+    """Components whose steps are quick, run between the events of this loop. Values are handed on without a copy."""
 
     peer = -1
     up = True
@@ -64,7 +64,7 @@ class LocalGroup:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """One step, then the loop's turn."""
+        """Runs one step, then gives the loop a turn."""
         self._pumping = False
         taken = self.work.take()
         if taken:
@@ -78,7 +78,7 @@ class LocalGroup:
 
 
 class ProcessGroup:
-    """A worker process, reached by a stream socket. `transport` is this process's end of what both share."""
+    """A worker process, reached by a stream socket. `transport` is this process's end of the shared transport."""
 
     def __init__(self, components: tuple[str, ...], peer: int, transport: Transport):
         self.components = components
@@ -89,13 +89,15 @@ class ProcessGroup:
         self.on_up: Callable[[ComponentGroup], None]
         self.on_down: Callable[[ComponentGroup, str], None]
         self._writer: asyncio.StreamWriter | None = None
-        self._waiting: deque[Any] = deque()  # messages behind one that the transport has no room for
+        self._waiting: deque[Any] = deque()  # messages behind one for which the transport has no room
         self._since = 0.0  # when the first of them began to wait
         self._retry: asyncio.TimerHandle | None = None
-        self._ending: dict[int, Failed] = {}  # requests aborted for a value that could not be sent: what to answer for Done
+        self._ending: dict[
+            int, Failed
+        ] = {}  # requests aborted because a value could not be sent: the message to answer instead of Done
 
     async def serve(self, sock: socket.socket) -> str:
-        """Talks to the worker until its end, and returns why it ended."""
+        """Exchanges messages with the worker until it ends, and returns why it ended."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
         self.up = True
         self.on_up(self)
@@ -172,7 +174,7 @@ class TaskGroup:
     """A component that is one async iterator per request: how a language model behind the log joins a walk.
 
     `serve(params, value)` gets the component's one whole input and yields (output, value); its end ends the outputs, and
-    closing it ends the request at the model. Its pieces come at the model's pace; its length limit bounds them.
+    closing it ends the request at the model. Its pieces come at the model's pace, up to its length limit.
     """
 
     peer = -1

@@ -1,4 +1,4 @@
-"""Starts a composite model: the language model's group as ever, and a worker group for each other group of the placement.
+"""Starts a composite model: the language model's group as for a plain model, and a worker group for each other one.
 
 Runs in the supervisor's process: no PyTorch, no HTTP.
 """
@@ -20,12 +20,12 @@ from slipstream.process.server import Others, serve
 from slipstream.transport.arena import Arena
 from slipstream.weights.pull import resolve_model
 
-NEEDED = ("python_multipart", "websockets", "av")  # of the audio routes; components say themselves what they need
-SEGMENT_BYTES = 64 << 20  # of the arena, per process; its pages come when touched
+NEEDED = ("python_multipart", "websockets", "av")  # of the audio routes; components check their own
+SEGMENT_BYTES = 64 << 20  # of the arena, per process; the kernel adds pages when they are touched
 
 
 class FrontGraph(msgspec.Struct, frozen=True):
-    """What the front end needs to know of a composite model; crosses as JSON."""
+    """A composite model's description for the front end; sent as JSON."""
 
     model: str
     workers: dict[int, tuple[str, ...]]  # group -> components; its peer number in the arena is the group's
@@ -33,10 +33,10 @@ class FrontGraph(msgspec.Struct, frozen=True):
 
 
 def run(engine: EngineConfig, server: ServerConfig) -> int:
-    """`slipstream serve` of a placement; returns the exit code."""
+    """Runs `slipstream serve` for a placement; returns the exit code."""
     placement, model = load(engine.model)
     if server.api_server_count != 1:
-        raise ConfigError("--api-server-count: a composite model has one front end, which holds its conductor")
+        raise ConfigError("--api-server-count: must be 1 for a composite model, whose conductor is in the one front end")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"{placement.name} needs the package {missing[0]}: pip install 'slipstream[voice]'")
@@ -47,7 +47,7 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
     place = placement.groups[placement.group_of(language)]
     own = placement.settings.get(language, {})
     if unknown := sorted(set(own) - {"weights", "dtype"}):
-        raise ConfigError(f"settings: {language}: a language model has no {unknown[0]}; it has weights and dtype")
+        raise ConfigError(f"settings: {language}: a language model has no setting {unknown[0]}; it has weights and dtype")
     dtype = own.get("dtype", "auto") if engine.dtype == "auto" else engine.dtype
     engine = dataclasses.replace(engine, model=own.get("weights", engine.model), dtype=dtype)
     if place.tensor_parallel_size != 1:
@@ -63,13 +63,13 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
 
 
 def resolve_weights(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with `weights` replaced by the `folder` where they lie, fetched first where needed."""
+    """The settings, with `weights` replaced by their `folder`. Fetches them first if needed."""
     rest = {k: v for k, v in settings.items() if k != "weights"}
     return {**rest, "folder": str(resolve_model(settings["weights"]))} if "weights" in settings else rest
 
 
 def worker_groups(placement: Placement, model: Model, settings: dict[str, dict[str, Any]], engine: EngineConfig) -> Others:
-    """A spec for each group that is not the language model's, and what the front end is told."""
+    """A spec for each group but the language model's, and the model's description for the front end."""
     roles = {c.name: c.role for c in model.components}
     places = [g for g in placement.groups.values() if roles[g.components[0]] != "language_model"]
     workers = {i: place.components for i, place in enumerate(places, 1)}

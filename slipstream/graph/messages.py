@@ -1,8 +1,8 @@
-"""Messages between the conductor and a group, addressed by (request, link of its walk), and their bytes.
+"""Messages between the conductor and a group, addressed by (request, link of its walk), and their encoding.
 
-A value is a text, a numpy array, or what msgpack can carry; None with `last` is an end that came alone. Arrays of more than
-`INLINE` bytes travel through a transport and stand in the message as `Stored`. Every request opened at a group is answered by
-exactly one `Done` or `Failed`, an aborted one by `Done`; nothing of it follows.
+A value is a text, a numpy array, or any value that msgpack can carry; None with `last` is an end that came alone. Arrays of
+more than `INLINE` bytes travel through a transport; the message holds a `Stored` instead. Every request opened at a group is
+answered by exactly one `Done` or `Failed`, an aborted one by `Done`. No message about the request follows.
 """
 
 import struct
@@ -21,7 +21,7 @@ _ID = struct.Struct("<q")
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """A request's part in this group begins. The group derives the plan from (walk, wanted), as the conductor did."""
+    """Opens a request's part in this group. The group derives the plan from (walk, wanted), as the conductor did."""
 
     id: int
     walk: str
@@ -40,7 +40,7 @@ class Feed(msgspec.Struct, frozen=True, tag=True, eq=False):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Ends one component of a request, or all: what it has sent stays, its outputs end, nothing of it follows."""
+    """Ends one component of a request, or all: sent pieces stay, its outputs end, no piece of it follows."""
 
     id: int
     component: str | None = None
@@ -53,7 +53,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Took(msgspec.Struct, frozen=True, tag=True):
-    """`count` pieces of a link were used, so its producer may send as many more."""
+    """`count` pieces of a link were used, so its producer may send that many more."""
 
     id: int
     link: int
@@ -61,13 +61,13 @@ class Took(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """Asks where a request stands; answered by `Standing`, after everything that was sent before."""
+    """Asks for a request's state; answered by `Standing`, after all messages sent before."""
 
     id: int
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """A process of the transport is gone; what it held is released."""
+    """A process of the transport is gone; the values that it held are released."""
 
     peer: int
 
@@ -83,13 +83,13 @@ class Piece(msgspec.Struct, frozen=True, tag=True, eq=False):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The group has no more of the request."""
+    """The group has ended its part of the request."""
 
     id: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A component refused the request or its step raised. `status`: 400 where the request's content is at fault, else 500."""
+    """A component refused the request or its step raised. `status`: 400 if the request's content is at fault, else 500."""
 
     id: int
     component: str
@@ -99,20 +99,20 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Standing(msgspec.Struct, frozen=True, tag=True):
-    """Whether a request has a step under way or due in this group, and for what each of its components waits that has none."""
+    """Whether a request has a step running or due in this group, and what each component without one waits for."""
 
     id: int
     moves: bool
     waits: dict[str, str] = {}
 
 
-ToWork = Open | Feed | Stop | Abort | Took | Inspect  # about one request
+ToWork = Open | Feed | Stop | Abort | Took | Inspect  # messages about one request
 ToGroup = ToWork | Forget
 FromGroup = Piece | Took | Standing | Done | Failed
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A value that lies in the transport."""
+    """A reference to a value in the transport."""
 
     id: int
 
@@ -141,18 +141,18 @@ _decoders = {to: msgspec.msgpack.Decoder(to, ext_hook=_ext) for to in (ToGroup, 
 
 
 def _plain(message: Any) -> Any:
-    """`Stored` is itself a struct, so msgspec would not ask the hook for it."""
+    """`Stored` is a struct itself, so msgspec would not call the hook for it."""
     value = getattr(message, "value", None)
     return msgspec.structs.replace(message, value=_enc(value)) if isinstance(value, Stored) else message
 
 
 def encode(message: Any) -> bytes:
-    """One message with its length before it."""
+    """Encodes one message, with its length before it."""
     return framing.frame(_encoder.encode(_plain(message)))
 
 
 def with_value(message: Any, value: Any, tag: int = 0) -> Any:
-    """The message with another value, and the tag of a Feed."""
+    """A copy of the message with another value and, for a Feed, tag."""
     more = {"tag": tag} if tag else {}
     return msgspec.structs.replace(message, value=value, **more)
 

@@ -1,6 +1,6 @@
 """A model as a value: components, the edges between them, the walks over them. Pure; `check` names what does not fit.
 
-A place is written "component.port". In a walk, "in.NAME" is what the client gives and "out.NAME" what it gets.
+A place is written "component.port". In a walk, "in.NAME" is an input from the client and "out.NAME" an output to it.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ TAKES = ("whole", "chunks", "partial")
 
 @dataclass(frozen=True)
 class Port:
-    """An input: what it carries, and whether it takes it whole, in chunks of the size asked for, or in pieces of any size."""
+    """An input: the kind of its values, and whether it takes them whole, in chunks of exact size, or in pieces of any size."""
 
     kind: str
     takes: str = "whole"
@@ -30,9 +30,9 @@ class Component:
     """One module with a step function over rows of requests.
 
     `step` is "package.module:callable"; called once in the group's process with the component's settings, it returns the step
-    function (see `graph/rows.py`). A "language_model" has no step: its group is served by the log. A "function" runs beside the
-    front end and must be quick. One that `closes` is stepped once more, without input, where its inputs end after its last
-    step. `step_ms` is the time of its longest step that cannot be split, on the machine it is meant for.
+    function (see `graph/rows.py`). A "language_model" has no step: its group is served by the log. A "function" runs in the
+    front end's process and must be quick. A component that `closes` is stepped once more, without input, if its inputs end
+    after its last step. `step_ms` is the time of its longest step that cannot be split, on the machine it is meant for.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Edge:
-    """Carries an output whole: the producer's pieces are gathered where they are made and sent once, at its end."""
+    """Carries an output whole: the producer's group gathers its pieces and sends them once, at the end."""
 
     source: str
     target: str
@@ -57,7 +57,7 @@ class Edge:
 class Stream:
     """Carries an output in pieces, at most `window` of them unread at a time, cut for the consumer by `policy`.
 
-    `piece` is how many units each piece has at least, the last one aside: a window must hold what a chunk takes.
+    `piece` is the least number of units in a piece, except the last one. A window must hold the units of a chunk.
     """
 
     source: str
@@ -69,7 +69,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Until:
-    """When a loop ends: after `steps` turns at most, and at a true value of the source component's output `signal`."""
+    """When a loop ends: after `steps` turns, or earlier at a true value of the source component's output `signal`."""
 
     steps: int
     signal: str | None = None
@@ -97,7 +97,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Walk:
-    """One way of requests through a model. `components` are in the order in which the links name them."""
+    """One path of requests through a model. `components` are in the order in which the links name them."""
 
     name: str
     links: tuple[Link, ...]
@@ -109,19 +109,19 @@ class Walk:
         return tuple(dict.fromkeys(n for n in names if n not in ("in", "out")))
 
     def ports(self, end: str) -> tuple[str, ...]:
-        """Names of what the client gives ("in") or gets ("out")."""
+        """Names of the client's inputs ("in") or outputs ("out")."""
         places = (link.source if end == "in" else link.target for link in self.links)
         return tuple(dict.fromkeys(p.split(".")[1] for p in places if p.startswith(end + ".")))
 
 
 @dataclass(frozen=True)
 class Model:
-    """What an author of a composite model writes; `check` says whether it can run."""
+    """A composite model as its author writes it; `check` raises if it cannot run."""
 
     name: str
     components: tuple[Component, ...]
     walks: tuple[Walk, ...]
-    settings: dict[str, dict] = field(default_factory=dict)  # by component: what its step's builder gets
+    settings: dict[str, dict] = field(default_factory=dict)  # by component: the settings for its step's builder
 
     @cached_property
     def by_name(self) -> dict[str, Component]:
@@ -133,7 +133,7 @@ class Model:
 
 
 def policy_of(link: Link) -> Policy:
-    """How what a link carries is cut for its consumer."""
+    """The policy that cuts a link's values for its consumer."""
     match link:
         case Stream(policy=policy):
             return policy
@@ -215,10 +215,10 @@ def _link_fault(model: Model, link: Link) -> str | None:
     for place, table in ((link.source, "outputs"), (link.target, "inputs")):
         name, _, port = place.partition(".")
         if not port:
-            return f"{place!r} is not written component.port"
+            return f"{place!r} must be written component.port"
         if name in ("in", "out"):
             if (name == "in") != (table == "outputs"):
-                return f"{place} stands at the wrong end"
+                return f"{place} is at the wrong end of the edge"
             ends.append(None)
             continue
         if name not in model.by_name:
@@ -261,12 +261,12 @@ def _loop_fault(model: Model, link: Loop) -> str | None:
         return "a loop needs a stop condition: until=Until(steps) with steps of at least 1"
     outputs = model.by_name[link.source.split(".")[0]].outputs
     if link.until.signal and link.until.signal not in outputs:
-        return f"the stop signal {link.until.signal} is no output of {link.source.split('.')[0]}"
+        return f"the stop signal {link.until.signal} is not an output of {link.source.split('.')[0]}"
     return None
 
 
 def _check_order(walk: Walk) -> None:
-    """Refuses a circle of edges that are not loops: each of its components would wait for another."""
+    """Refuses a cycle of edges that are not loops, since each of its components would wait for another."""
     left: dict[str, set[str]] = {name: set() for name in walk.components}
     for link in walk.links:
         source, target = link.source.split(".")[0], link.target.split(".")[0]

@@ -1,8 +1,8 @@
-"""Where the components of a composite model run: a YAML file, or a known name, to a checked value. Torch-free.
+"""Where the components of a composite model run: reads and checks a YAML file or a known name. Torch-free.
 
     model: slipstream.components.voice:VOICE   # package.module:NAME of the model's value
     name: voice                            # what clients call it
-    target_itl_ms: 100                     # no step beside a decoder may take longer
+    target_itl_ms: 100                     # no step in a decoder's group may take longer
     groups:
       hear:  {components: [encoder], threads: 1}
       write: {components: [decoder]}
@@ -11,7 +11,7 @@
     settings:                              # by component; `weights` names a package, folder or file
       encoder: {weights: whisper-tiny.en}
 
-Functions run beside the front end and are not placed.
+Functions run in the front end's process and are not placed.
 """
 
 import importlib
@@ -28,12 +28,12 @@ DEFAULT_ITL_MS = 100.0
 
 
 class GroupPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One group: the components it holds and what it runs on."""
+    """One group: its components, its device and its threads."""
 
     components: tuple[str, ...]
     device: str = "cpu"
     tensor_parallel_size: int = 1
-    threads: int | None = None  # of each process's arithmetic (default: 1, and a language model's ranks choose their own)
+    threads: int | None = None  # for each process's arithmetic (default: 1; a language model's ranks choose their own)
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +49,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(name: str) -> tuple[Placement, Model]:
-    """A known name or a YAML file, checked against its model. Raises ConfigError naming what is wrong."""
+    """A known name or a YAML file, checked against its model. Raises ConfigError naming the fault."""
     if name in KNOWN:
         raw: Any = KNOWN[name]
     else:
@@ -65,7 +65,9 @@ def load(name: str) -> tuple[Placement, Model]:
         raise ConfigError(f"{name}: {e}") from None
     model = resolve(placement.model)
     if not isinstance(model, Model):
-        raise ConfigError(f"{name}: {placement.model} is no model; name a slipstream.graph.model.Model as package.module:NAME")
+        raise ConfigError(
+            f"{name}: {placement.model} is not a model; name a slipstream.graph.model.Model as package.module:NAME"
+        )
     check(model)
     check_placement(placement, model)
     return placement, model
@@ -78,7 +80,7 @@ def weights_of(name: str) -> list[str]:
 
 
 def resolve(reference: str) -> Any:
-    """The object that "package.module:NAME" names."""
+    """Imports the object named by "package.module:NAME"."""
     module, _, name = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -97,7 +99,9 @@ def check_placement(p: Placement, model: Model) -> None:
             held[component] = name
     for c in model.components:
         if c.role == "function" and c.name in held:
-            raise ConfigError(f"group {held[c.name]}: component {c.name} is a function; it runs beside the front end")
+            raise ConfigError(
+                f"group {held[c.name]}: component {c.name} is a function; it runs in the front end's process, so leave it out"
+            )
         if c.role != "function" and c.name not in held:
             raise ConfigError(f"component {c.name} is placed on no group; name it in the components of one")
     for name, settings in p.settings.items():
@@ -122,14 +126,14 @@ def _check_group(p: Placement, model: Model, name: str, group: GroupPlace) -> No
                 f"group {name}: model {model.name} has no component {component}; it has {', '.join(model.by_name)}"
             )
     if not group.components:
-        raise ConfigError(f"group {name}: it holds no component; name one at least")
+        raise ConfigError(f"group {name}: it holds no component; name at least one")
     parts = [model.by_name[c] for c in group.components]
     decoders = [c for c in parts if c.role in ("autoregressive", "language_model")]
     slow = next((c for c in parts if c not in decoders and c.step_ms > p.target_itl_ms), None)
     if decoders and slow:
         raise ConfigError(
             f"group {name}: a step of component {slow.name} takes {slow.step_ms:g} ms and cannot be split, longer than "
-            f"target_itl_ms {p.target_itl_ms:g}, so component {decoders[0].name} beside it would stall; "
+            f"target_itl_ms {p.target_itl_ms:g}, so component {decoders[0].name} in the same group would stall; "
             "give it a group of its own"
         )
     served = [c for c in parts if c.role == "language_model"]

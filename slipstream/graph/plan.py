@@ -1,4 +1,4 @@
-"""One request's way through a walk: which components and links it needs. Refuses plans that could stall or end early. Pure."""
+"""One request's path through a walk: its components and links. Refuses plans that could stall or end early. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from slipstream.graph.model import Link, Model, Walk
 
 @dataclass(frozen=True)
 class WalkPlan:
-    """What a request runs: `links` are indexes into the walk's, in its order."""
+    """The components and links that a request runs. `links` are indexes into the walk's links, in its order."""
 
     walk: Walk
     given: tuple[str, ...]
@@ -25,12 +25,13 @@ class WalkPlan:
 def make_plan(
     model: Model, walk_name: str, wanted: Collection[str] | None = None, given: Collection[str] | None = None
 ) -> WalkPlan:
-    """The plan of a request that gives `given` inputs and wants `wanted` outputs (default: all of the walk's).
+    """The plan of a request with the inputs `given` and the outputs `wanted` (default: all of the walk's).
 
-    Everything that does not lead to a wanted output is left out. Raises BadRequest, naming walk, component and edge, if a
-    component would wait for an input that nothing gives (it would stall), if an input leads nowhere, or if no output is wanted
-    (it would end at once). The request ends when every wanted output has ended, and each ends after its producer has seen the
-    end of all its inputs, so a step that runs once per chunk cannot end it early.
+    Components and links that do not lead to a wanted output are left out. Raises BadRequest, naming walk, component and edge,
+    if a component would wait for an input that is not given, if an input leads nowhere, or if no output is wanted.
+
+    The request ends when every wanted output has ended. Each ends after its producer has seen the end of all its inputs, so a
+    step that runs once per chunk cannot end the request early.
     """
     walk = model.walk_by_name.get(walk_name)
     if walk is None:
@@ -41,7 +42,7 @@ def make_plan(
         if name not in outs:
             raise BadRequest(f"walk {walk.name} has no output {name}; it has {', '.join(outs)}", "modalities")
     if not want:
-        raise BadRequest(f"walk {walk.name}: no output is wanted, so the request would end at once", "modalities")
+        raise BadRequest(f"walk {walk.name}: no output is requested, so the request would end at once", "modalities")
     have = ins if given is None else tuple(given)
     for name in have:
         if name not in ins:

@@ -1,4 +1,4 @@
-"""What a step sees and returns, and what a group keeps of a request meanwhile. Values and plain state, no behaviour."""
+"""A step's inputs and results, and a group's state of a request between steps. Values and plain state, no behaviour."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,22 +18,22 @@ class Row:
     params: dict[str, Any]
     inputs: dict[str, Chunk]
     branches: list[Any]
-    last: bool  # every input has ended, and this is the last of each
+    last: bool  # every input has ended, and these are the last chunks
     job: "Job" = field(repr=False)
 
 
 @dataclass(eq=False)
 class Result:
-    """What a step made of a row."""
+    """A step's result for a row."""
 
-    outputs: dict[str, Any] = field(default_factory=dict)  # by port; absent or None where there is nothing
+    outputs: dict[str, Any] = field(default_factory=dict)  # by port; absent or None if there is no value
     state: Any = None
-    branches: list[Any] | None = None  # the states of a forked row; `state` is not read then
+    branches: list[Any] | None = None  # the states of a forked row, which replace `state`
     again: bool = False  # step this row again without new input
     done: bool = False  # the row has ended
     error: str | None = None  # the request ends with this message
-    refused: bool = False  # and its content is at fault
-    param: str | None = None  # and of that, this parameter
+    refused: bool = False  # whether the request's content is at fault
+    param: str | None = None  # the parameter at fault
 
 
 StepFunction = Callable[[Sequence[Row]], Sequence[Result]]
@@ -46,7 +46,7 @@ class Job:
     request: "ComponentRequest"
     component: Component
     cutters: dict[str, Cutter]
-    looped: frozenset[str]  # inputs that a loop alone feeds: not needed for the first step
+    looped: frozenset[str]  # inputs that only a loop feeds; not needed for the first step
     routes: dict[str, tuple[int, ...]]  # output -> links
     fork: Fork | None
     branches: list[Any] = field(default_factory=lambda: [None])
@@ -68,6 +68,6 @@ class ComponentRequest:
     jobs: dict[str, Job]
     credit: dict[int, int]  # by link: pieces of a stream that may still be sent
     gathered: dict[int, list[Any]] = field(default_factory=dict)  # by link: pieces of an Edge
-    sizes: dict[int, int] = field(default_factory=dict)  # by link: of the pieces gathered, see `chunks.size_of`
+    sizes: dict[int, int] = field(default_factory=dict)  # by link: the size of the gathered pieces, see `chunks.size_of`
     turns: dict[int, int] = field(default_factory=dict)  # by link: pieces that a loop has fed
     closed: set[int] = field(default_factory=set)  # loops that have ended

@@ -1,7 +1,8 @@
-"""Whether a walk can stall: each start and each end of a component waits for others, and in a circle nothing ever comes.
+"""Checks whether a walk can stall: starts and ends of components wait for others, and a cycle of waits never resolves.
 
-A stream holds `window` pieces that its consumer has not used yet, so a producer reaches its end only if everything that its
-pieces run through starts. A component with an `Edge` to it starts only when that edge's producer has ended. Pure.
+A stream holds `window` pieces that its consumer has not used yet, so a producer reaches its end only if every
+component on the way of its pieces starts. A component with an `Edge` to it starts only when that edge's producer has ended.
+Pure.
 """
 
 from collections.abc import Collection, Iterator
@@ -27,9 +28,9 @@ class Connection(NamedTuple):
 
 
 def window_fault(policy: Policy, window: int, piece: int) -> str | None:
-    """Why a full window may lack a unit of the next chunk, and what to change; or None. `piece`: units of a piece at least."""
+    """Why a full window may lack a unit of the next chunk, and what to change; or None. `piece`: the least units in a piece."""
     if isinstance(policy, Whole):
-        return "Whole() uses no piece before the last one has come, and the window fills up; use Edge"
+        return "Whole() does not use a piece before the last one has come, so the window fills up; use Edge"
     if piece < 1:
         return "piece must be at least 1"
     if (window - 1) * piece + 1 >= policy.need:  # of the oldest piece, all units but one may be used
@@ -37,12 +38,12 @@ def window_fault(policy: Policy, window: int, piece: int) -> str | None:
     least = -(-(policy.need - 1) // piece) + 1
     return (
         f"it would stall: a chunk of {policy} takes up to {policy.need} units, and {window} pieces of {piece} may hold fewer; "
-        f"window must be at least {least}, or say with piece= how many units each piece has at least"
+        f"window must be at least {least}, or piece= must give the least number of units in a piece"
     )
 
 
 class Order:
-    """What has to happen before a component of a walk starts, or ends. `free` ones are never held back by their consumers."""
+    """The events before a component of a walk starts or ends. Consumers never hold back the `free` components."""
 
     def __init__(self, edges: Collection[Connection], streams: Collection[Connection], free: Collection[str]):
         self.edges, self.streams, self.free = edges, streams, free
@@ -73,7 +74,7 @@ class Order:
         return None
 
     def _before(self, ends: bool, name: str) -> Iterator[tuple[bool, str, Connection | None]]:
-        """What comes before the end (else the start) of a component, and the stream that makes it so."""
+        """The events before the end (else the start) of a component, each with the stream that causes the wait."""
         yield from ((True, c.producer, None) for c in self.edges if c.consumer == name)
         yield from ((ends, c.producer, None) for c in self.streams if c.consumer == name)
         if not ends:
@@ -85,7 +86,7 @@ class Order:
                     yield from ((False, other, stream) for other in self._flow(stream.consumer))
 
     def _flow(self, first: str) -> set[str]:
-        """All that must have started for pieces to flow through `first`: consumers of streams, and what else feeds these."""
+        """The components that must start before pieces flow through `first`: its consumers, and their other producers."""
         todo, seen = [first], set()
         while todo:
             name = todo.pop()

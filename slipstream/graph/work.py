@@ -1,8 +1,8 @@
-"""What one group does for its requests: inputs waiting, rows ready, states, and where each row's outputs go. No I/O, no clock.
+"""The work of one group: its requests' waiting inputs, ready rows, states, and the routing of outputs. No I/O, no clock.
 
-`on` takes a message; `take` gives the rows of one step of one component; `settle` applies what the step returned. Rows of all
-walks of a component share a step. Between take and settle any message may come: a row whose job was ended in between is thrown
-away, so nothing late is fed back, sent, or counted.
+`on` takes a message; `take` gives the rows of one step of one component; `settle` applies the step's results. Rows of all
+walks of a component share a step. Between take and settle any message may come: a row whose job was ended in between is
+dropped, so no late output is fed back, sent, or counted.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ from slipstream.graph.model import Component, Edge, Loop, Model, Stream, policy_
 from slipstream.graph.plan import make_plan
 from slipstream.graph.rows import ComponentRequest, Job, Result, Row, StepFunction
 
-MAX_GATHERED = 64 << 20  # bytes (or characters) that an Edge gathers of one request
+MAX_GATHERED = 64 << 20  # bytes (or characters) that an Edge gathers for one request
 
 
 class Work:
-    """The part of a model that one group holds. `effects` are messages for the conductor, `released` tags that are used up."""
+    """The part of a model that one group holds. `effects`: messages for the conductor. `released`: tags of used values."""
 
     def __init__(self, model: Model, components: Sequence[str], steps: dict[str, StepFunction]):
         self.model = model
@@ -110,11 +110,11 @@ class Work:
             cutter.end()
         if job.ended:
             cutter.clear()
-        if not job.busy:  # else a step may be reading what is spent; settle gives it back
+        if not job.busy:  # else a step may still read the spent pieces; settle gives them back
             self._spend(job.request, cutter)
 
     def _spend(self, request: ComponentRequest, cutter: Cutter) -> None:
-        """Gives back what a cutter no longer needs: credit to the producer, the tag to the transport."""
+        """Gives back the pieces that a cutter no longer needs: credit to the producer, the tag to the transport."""
         counts: dict[int, int] = {}
         for link, tag in cutter.spent:
             counts[link] = counts.get(link, 0) + 1
@@ -165,7 +165,7 @@ class Work:
         return Standing(request.id, False, {job.component.name: self._waits_for(job) for job in open})
 
     def _waits_for(self, job: Job) -> str:
-        """What keeps a job from stepping."""
+        """The reason why a job cannot step."""
         links = [job.request.plan.link(i) for links in job.routes.values() for i in links if job.request.credit.get(i, 1) < 1]
         if links:
             return f"waits for room in the stream {links[0].source} -> {links[0].target}"
@@ -184,7 +184,7 @@ class Work:
                 if self._steppable(job):
                     rows.append(self._row(job))
             if rows:
-                self._ready[name] = self._ready.pop(name)  # the next turn is another component's
+                self._ready[name] = self._ready.pop(name)  # the next turn goes to another component
                 return name, rows
         return None
 
@@ -202,8 +202,10 @@ class Work:
         return Row(job.request.id, job.request.plan.walk.name, job.request.params, inputs, job.branches, last, job)
 
     def run(self, name: str, rows: list[Row]) -> Sequence[Result]:
-        """Calls the component's step. A raise fails rows, not the group: the one that causes it where no row has a state, so
-        that each can be run again alone, else all of this step."""
+        """Calls the component's step. An exception fails rows, not the group.
+
+        If no row has a state, each is run again alone, and only the row at fault fails. Otherwise all rows of this step fail.
+        """
         try:
             results = self.steps[name](rows)
             if len(results) != len(rows):
@@ -217,7 +219,7 @@ class Work:
             return [Result(error=f"{type(e).__name__}: {e}") for _ in rows]
 
     def settle(self, rows: Sequence[Row], results: Sequence[Result]) -> None:
-        """Applies a step. Each row is routed by its own walk; rows whose job has ended meanwhile are thrown away."""
+        """Applies a step. Each row is routed by its own walk; rows whose job has ended meanwhile are dropped."""
         for row, result in zip(rows, results, strict=True):
             job = row.job
             job.busy = False
@@ -245,7 +247,7 @@ class Work:
 
     def _fault(self, job: Job, result: Result) -> str | None:
         early = result.done and job.component.role != "autoregressive" and not all(c.exhausted for c in job.cutters.values())
-        return "it ended before its input did" if early else None
+        return "it ended before its input" if early else None
 
     def _keep(self, job: Job, result: Result) -> None:
         if result.branches is not None:
@@ -282,7 +284,7 @@ class Work:
         return True
 
     def _turn(self, job: Job, i: int, link: Loop, value: Any, result: Result) -> None:
-        """One turn of a loop, unless this step's own stop signal, or the count, ends it."""
+        """Takes one turn of a loop, unless this step's stop signal, or the count, ends the loop."""
         request, until = job.request, link.until
         assert until is not None
         if i in request.closed or (until.signal and _true(result.outputs.get(until.signal))):
@@ -309,7 +311,7 @@ class Work:
     # --- ends
 
     def _advance(self, job: Job) -> None:
-        """Queues a job that can step; ends one that never will."""
+        """Queues a job that can step; ends one that never can."""
         if job.ended or job.busy:
             return
         finished = not job.again and all(c.exhausted for c in job.cutters.values())
@@ -319,7 +321,7 @@ class Work:
             self._queue(job)
 
     def _end(self, job: Job) -> None:
-        """Ends a job's outputs and throws its inputs away, now and later."""
+        """Ends a job's outputs and drops its inputs, now and later."""
         if job.ended:
             return
         job.ended, job.branches = True, [None]
@@ -358,7 +360,7 @@ class Work:
             job.ended, job.branches = True, [None]
             for cutter in job.cutters.values():
                 cutter.clear()
-                if not job.busy:  # else a step may be reading them; settle releases
+                if not job.busy:  # else a step may still read them; settle releases them
                     self._release(cutter)
 
     def _release(self, cutter: Cutter) -> None:

@@ -46,18 +46,18 @@ from slipstream.transport.base import TransportError, TransportFull
 
 FRONT = 0  # the conductor's peer number
 
-NO_CACHE = Limits((), slots=0, max_len=0)  # a worker of components has no part in a log
+NO_CACHE = Limits((), slots=0, max_len=0)  # a worker of components does not take part in a log
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker needs to know, beside its descriptors."""
+    """A worker's configuration, besides its descriptors."""
 
     model: str  # "package.module:NAME" of the model's value
     components: tuple[str, ...]
-    settings: dict[str, dict[str, Any]]  # by component; over the model's own
+    settings: dict[str, dict[str, Any]]  # by component; these override the model's
     peer: int
-    peers: dict[str, int]  # by component: the process that holds it (the conductor's if it is not named)
-    threads: int = 1  # of the arithmetic libraries
+    peers: dict[str, int]  # by component: the process that holds it (default: the conductor's)
+    threads: int = 1  # threads of the arithmetic libraries
 
 
 def build_steps(model: Model, components: tuple[str, ...], settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def build_steps(model: Model, components: tuple[str, ...], settings: dict[str, d
 
 
 class Worker:
-    """The loop: read what has come, do one step, send what it made. Waits for room in the arena before it steps again.
+    """The loop: read messages, do one step, send its outputs. Waits for room in the arena before the next step.
 
     One front end at a time: a new one begins with no requests. `board` shows the loop's beat, and each step as launched,
     arrived and settled, so that the supervisor sees a step that hangs.
@@ -96,7 +96,7 @@ class Worker:
         turns = 0
         while self.turn():
             turns += 1
-            self.board.set("applied", turns)  # as an idle leader's empty entries: /health follows progress
+            self.board.set("applied", turns)  # like an idle leader's empty entries: /health checks progress
             self.board.set("beat_ns", time.monotonic_ns())
 
     def turn(self) -> bool:
@@ -166,7 +166,7 @@ class Worker:
             try:
                 self.arena.release([id])
             except TransportError:
-                pass  # its owner has ended, and a successor has swept it
+                pass  # its owner has ended, and a successor has reclaimed it
         self.work.released.clear()
 
     def _flush(self) -> bool:
@@ -231,7 +231,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(control: Control, setup: Setup, fds: list[int]) -> int:
-    """Loads, says so, and serves front ends until the supervisor's end is closed."""
+    """Loads, reports ready, and serves front ends until the supervisor's end is closed."""
     spec = msgspec.json.decode(setup.role, type=WorkerSpec)
     board = Board(fds[0]).writer(setup.block)
     board.begin(setup.group, setup.rank, setup.incarnation)

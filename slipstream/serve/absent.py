@@ -1,4 +1,4 @@
-"""What other servers have and this one does not: each path answers that, rather than that it does not exist."""
+"""Routes that other servers have and this one does not. Each answers that its feature is not supported."""
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -23,10 +23,10 @@ ABSENT = {
     "/v1/images/generations": "images are not supported",
     "/v1/images/edits": "images are not supported",
     "/v1/images/variations": "images are not supported",
-    "/v1/audio/transcriptions": "this model does not hear: serve one with audio",
-    "/v1/audio/translations": "this model does not hear: serve one with audio",
-    "/v1/audio/speech": "this model does not speak: serve one with audio",
-    "/v1/responses/compact": "conversations are not compacted: send the items that are to be kept",
+    "/v1/audio/transcriptions": "this model does not take audio: serve one that does (slipstream serve voice)",
+    "/v1/audio/translations": "this model does not take audio: serve one that does (slipstream serve voice)",
+    "/v1/audio/speech": "this model does not make speech: serve one that does (slipstream serve voice)",
+    "/v1/responses/compact": "conversations are not compacted: send only the items to keep",
     "/v1/files": "files are not supported",
     "/v1/batches": "batches are not supported: send the requests at once, the server batches them",
     "/v1/fine_tuning/jobs": "fine-tuning is not supported",

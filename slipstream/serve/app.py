@@ -1,4 +1,4 @@
-"""The application: routes, and the mapping of what they raise to answers."""
+"""The application: its routes, and the mapping of the exceptions that they raise to HTTP answers."""
 
 import logging
 
@@ -89,7 +89,7 @@ async def _on_fault(http: Request, error: Exception) -> Response:
 
 
 async def _on_http(http: Request, error: Exception) -> Response:
-    """Starlette's own: 404 for unknown paths, 405 for wrong methods."""
+    """Starlette's own errors: 404 for unknown paths, 405 for wrong methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return Failure(404, f"no such path: {http.url.path[:100]}").response(http.url.path)

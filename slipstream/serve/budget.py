@@ -1,15 +1,15 @@
-"""Bytes that may be held at a time, for what clients send and for what they do not read. Pure."""
+"""A limit on the bytes held at one time: bodies that clients send, answers that they have not read. Pure."""
 
 
 class Budget:
-    """`take` and `give` by the same number; what is held is never more than `most`."""
+    """Every `take` needs a `give` of the same number. The bytes held never exceed `most`."""
 
     def __init__(self, most: int):
         self.most = most
         self.held = 0
 
     def take(self, size: int) -> bool:
-        """Whether there is room, which is then taken."""
+        """Takes the bytes if there is room; returns whether there was."""
         if self.held + size > self.most:
             return False
         self.held += size
@@ -17,4 +17,4 @@ class Budget:
 
     def give(self, size: int) -> None:
         self.held -= size
-        assert self.held >= 0, "nothing is given back twice"
+        assert self.held >= 0, "the same bytes are not given back twice"

@@ -1,4 +1,4 @@
-"""Answers of every route on their way to clients: in pieces, counted while they wait, cut off where nobody reads. Pure ASGI."""
+"""Delivers every route's answers in pieces, counts the bytes that wait, and cuts off clients that do not read. Pure ASGI."""
 
 import asyncio
 import time
@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.serve.budget import Budget
 from slipstream.serve.errors import Failure
 
-PIECE_BYTES = 1 << 16  # handed to the connection at a time; it takes the next when the client has read enough
+PIECE_BYTES = 1 << 16  # bytes handed to the connection at a time; it takes the next piece when the client has read enough
 
 
 class Deliveries:
-    """Wraps the application. `waiting` are the answers of which a piece waits for its client."""
+    """Wraps the application. `waiting` holds the answers that have a piece waiting for their client."""
 
     def __init__(self, app: ASGIApp, budget: Budget):
         self._app = app
@@ -31,7 +31,7 @@ class Deliveries:
             delivery.release(delivery.held)
 
     def cut(self, seconds: float) -> None:
-        """Drops the connections whose clients have read nothing for so long."""
+        """Drops the connections whose clients have read nothing for that many seconds."""
         now = time.monotonic()
         for delivery in list(self.waiting):
             if now - delivery.since > seconds and delivery.cut is not None:
@@ -45,12 +45,12 @@ class Deliveries:
 
     @property
     def refusal(self) -> Failure:
-        text = f"answers that nobody reads take {self._budget.most >> 20} MiB (--answer-memory-bytes); try again later"
+        text = f"answers that clients have not read take {self._budget.most >> 20} MiB (--answer-memory-bytes); try again later"
         return Failure(503, text, code="unavailable", retry_after=2)
 
 
 class Delivery:
-    """One answer. A large one of known length counts against the budget until it is sent, or is refused for want of room."""
+    """One answer. A large one of known length counts against the budget until it is sent; it is refused if there is no room."""
 
     def __init__(self, all: Deliveries, scope: Scope, receive: Receive, send: Send):
         self._all, self._scope, self._receive, self._send = all, scope, receive, send
@@ -68,7 +68,7 @@ class Delivery:
         body, more = message.get("body", b""), message.get("more_body", False)
         for at in range(0, max(1, len(body)), PIECE_BYTES):
             if at:
-                await asyncio.sleep(0)  # a client that reads fast is no reason to keep others waiting
+                await asyncio.sleep(0)  # a client that reads fast must not keep others waiting
             piece = body[at : at + PIECE_BYTES] if len(body) > PIECE_BYTES else body
             await self._hand_over({**message, "body": piece, "more_body": more or at + PIECE_BYTES < len(body)})
         self.release(min(self.held, len(body)))
@@ -96,7 +96,7 @@ class Delivery:
 
 
 class LongResponse(Response):
-    """JSON that was made in pieces. They are freed as they are sent."""
+    """JSON made in pieces. Each piece is freed once it is sent."""
 
     def __init__(self, pieces: list[bytes]):
         super().__init__(media_type="application/json")
@@ -112,7 +112,7 @@ class LongResponse(Response):
 
 
 def _joined(pieces: list[bytes]) -> Iterator[bytes]:
-    """The pieces from the list's end on, together as large as is handed over at a time."""
+    """Pieces from the list's end, together about as large as one hand-over to the connection."""
     while pieces:
         body, size = [], 0
         while pieces and size < PIECE_BYTES:

@@ -1,6 +1,6 @@
 """Errors on their way to a client: OpenAI's error body, and the one place where the engine's errors get an HTTP status.
 
-Messages name fields and limits, never what a prompt or an answer says.
+Messages name fields, limits and numbers, never the text of a prompt or an answer.
 """
 
 import re
@@ -25,14 +25,14 @@ _ANTHROPIC = {
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong, as a value: it ends a response, or an open stream as its last event."""
+    """A failure as a value: the body of an error response, or the last event of an open stream."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
-    details: dict[str, Any] | None = None  # in Anthropic's form only: a reason that its clients act on
+    details: dict[str, Any] | None = None  # a reason that Anthropic's clients act on; only in Anthropic's form
 
     def body(self) -> bytes:
         kind = _TYPES.get(self.status) or ("invalid_request_error" if self.status < 500 else "server_error")
@@ -46,14 +46,14 @@ class Failure:
         return msgspec.json.encode({"type": "error", "error": error})
 
     def response(self, path: str = "") -> Response:
-        """path: the request's, which says in whose form to answer."""
+        """path: the request's path; it decides whether the error has OpenAI's or Anthropic's form."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after)))
         if self.status == 415:
             headers["accept-encoding"] = "identity"  # RFC 9110, section 15.5.16
         if self.status == 501:
-            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would send the request twice more
+            headers["x-should-retry"] = "false"  # without it, OpenAI's and Anthropic's clients send the request twice more
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
@@ -69,7 +69,7 @@ class Failed(Exception):
 
 
 def to_failure(error: Exception) -> Failure:
-    """The HTTP answer to an exception; anything unforeseen is a 500 that says nothing of the request."""
+    """The HTTP answer to an exception. An unexpected one becomes a 500 that says nothing about the request."""
     if isinstance(error, Failed):
         return error.failure
     if isinstance(error, BadRequest):
@@ -83,10 +83,25 @@ def to_failure(error: Exception) -> Failure:
 
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
 _FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
+_BOUND = re.compile(r"^Expected `(\w+)` (?:of length )?(>=|<=|>|<) (\S+)$")
+_TYPE = re.compile(r"^Expected `([^`]+)`, got `([^`]+)`$")
+_THAN = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_UNITS = {"str": "characters", "array": "items", "object": "fields"}
+_NAMES = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "a boolean",
+    "array": "a list",
+    "object": "an object",
+}
 
 
-def to_bad_request(error: msgspec.ValidationError) -> BadRequest:
-    """msgspec's message with the field's path taken out of it: `$.messages[0].role` becomes param `messages[0].role`."""
+def to_bad_request(error: msgspec.ValidationError, raw: bytes | bytearray = b"") -> BadRequest:
+    """A client's message from msgspec's. The path `$.messages[0].role` becomes the param `messages[0].role`.
+
+    raw: the body, from which a number out of range is quoted.
+    """
     text = str(error)
     at = _AT.search(text)
     path = at.group(1) if at else ""
@@ -98,7 +113,33 @@ def to_bad_request(error: msgspec.ValidationError) -> BadRequest:
             return BadRequest(f"{path[:200]}: LoRA adapters are not supported; serve the merged weights as a model", path[:200])
         kind = "unknown parameter" if "unknown" in message else "missing parameter"
         return BadRequest(f"{kind}: {path[:200]}", path[:200])
+    number = _number_at(raw, path)
     path = path[:200].replace("[...]", "")
     if message.startswith("Expected `null`,") or message.endswith("of length <= 0"):
         return BadRequest(f"{path}: is not supported here; leave it out", path)
-    return BadRequest(f"{path or 'body'}: {message[:300]}", path or None)
+    return BadRequest(f"{path or 'body'}: {_in_words(message, number)[:300]}", path or None)
+
+
+def _in_words(message: str, number: str) -> str:
+    """`Expected `float` <= 2.0` as "must be at most 2.0, not 5"."""
+    bound, kinds = _BOUND.match(message), _TYPE.match(message)
+    if bound:
+        kind, than, limit = bound.groups()
+        if kind in _UNITS:
+            return f"must have {_THAN[than]} {limit} {_UNITS[kind][:-1] if limit == '1' else _UNITS[kind]}"
+        return f"must be {_THAN[than]} {limit}" + (f", not {number}" if number else "")
+    if kinds:
+        wanted = " or ".join(_NAMES.get(kind, kind) for kind in kinds[1].split(" | "))
+        return f"must be {wanted}, not {_NAMES.get(kinds[2], kinds[2])}"
+    return message
+
+
+def _number_at(raw: bytes | bytearray, path: str) -> str:
+    """The number at a path of the body, "" if there is none. A text is never quoted: it may be a prompt's."""
+    try:
+        value = msgspec.json.decode(raw)
+        for step in re.findall(r"[^.\[\]]+", path):
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        return str(value)[:40] if type(value) in (int, float) else ""
+    except (msgspec.DecodeError, ValueError, KeyError, IndexError, TypeError, RecursionError):
+        return ""

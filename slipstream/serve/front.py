@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the tokenizer, the metrics and the settings of one front-end process."""
+"""State that the routes share: the engine, the tokenizer, the metrics and the settings of one front-end process."""
 
 import asyncio
 import time
@@ -42,12 +42,12 @@ class Front:
     grammars: GrammarCheck | None = None
     shared_counters: SharedCounters = field(
         default_factory=SharedCounters
-    )  # shared with other front ends where there are some, as the shelf is
+    )  # shared with other front ends if there are any, as the response store is
     response_store: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
     slow_reader_seconds: float = SLOW_READER_SECONDS
     large: "LargeBodies | None" = None  # None: large bodies are prepared in this process too
-    composite: "Composite | None" = None  # where the model is one of several components
+    composite: "Composite | None" = None  # None: a plain language model
 
     def __post_init__(self):
         self.models = served_names(self.engine_config, self.server_config)
@@ -60,7 +60,7 @@ class Front:
         self.dialect = PLAIN
         endpoint = self.server_config.otlp_traces_endpoint
         self.telemetry = open_telemetry(self.model, endpoint) if endpoint else None
-        self.open: dict[Generation, object] = {}  # generations being answered, and how to cut their connections
+        self.open: dict[Generation, object] = {}  # generations in progress, each with the call that cuts its connection
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
         self.names = TokenNames(tokenizer)
@@ -77,14 +77,14 @@ class Front:
         check_model(name, self.models)
 
     def desk(self, generates: bool) -> Desk:
-        """What preparing a request needs. Raises EngineDown or Failed (503) where there is no tokenizer, or no engine."""
+        """The inputs for preparing a request. Raises EngineDown or Failed (503) while one of them is missing."""
         tokenizer = self.ready_tokenizer()
         assert self.names is not None
         limits = self.engine.check_ready() if generates else self.engine.limits
         return Desk(self.models, tokenizer, self.names, self.dialect, limits)
 
     def unhealthy(self) -> str | None:
-        """Why a new request would not be served well now; None when it would."""
+        """The reason why a new request cannot be served now; None if it can."""
         if self.engine.state != "ready":
             return f"{self.engine.state}: {self.engine.reason}"
         if self.tokenizer is None:
@@ -92,7 +92,7 @@ class Front:
         return (self.composite and self.composite.unhealthy()) or self.progress.stalled()
 
     async def watch(self) -> None:
-        """Once a second, for ever: looks at the ranks' progress and cuts off clients that do not read."""
+        """Checks the ranks' progress once a second, and cuts off clients that do not read. Never returns."""
         while True:
             await asyncio.sleep(1.0)
             self.progress.look()

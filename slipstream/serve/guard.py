@@ -1,4 +1,4 @@
-"""What stands before every route: request ids, the key, Host and Origin, and headers that every answer gets. Pure ASGI."""
+"""Checks before every route: the key, Host and Origin. Adds the request id and the headers that every answer has. Pure ASGI."""
 
 import hmac
 import ipaddress
@@ -18,8 +18,8 @@ log = logging.getLogger("slipstream.http")
 
 OPEN_PATHS = frozenset(
     {"/health", "/ready", "/static/page.js", "/static/voice.js", "/static/page.css"}
-)  # the page's files say nothing; the page asks for the key
-QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/debug/timeline"})  # asked for all the time
+)  # the page's files hold no secret; the page asks for the key
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/debug/timeline"})  # probes ask for these all the time; not logged
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _ID = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _SINGLE = (b"host", b"authorization", b"x-api-key", b"origin")
@@ -27,7 +27,7 @@ _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-r
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what is bound to `host`."""
+    """Whether a socket bound to `host` can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,8 +39,8 @@ class Guard:
 
     On loopback the Host must be a loopback name, so that no other site's name can reach the server, and an Origin must be the
     server's own. There is no CORS, so browsers keep other sites' scripts away elsewhere too, but not from WebSockets: there an
-    Origin must be the server's own at any address. Of a header that decides who asks there may be one: a proxy could have read
-    another one than this server.
+    Origin must be the server's own at any address. A header that identifies the client may occur once: of two, a
+    proxy could have read the other one.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
@@ -92,25 +92,25 @@ class Guard:
         names = [name for name, _ in scope["headers"]]
         hosts = names.count(b"host")
         if hosts != 1 and (hosts or scope.get("http_version") != "1.0"):  # RFC 9112, section 3.2
-            return Failure(400, f"Host: a request has exactly one, this one has {hosts}")
+            return Failure(400, f"Host: a request must have exactly one, this one has {hosts}")
         for name in _SINGLE:
             if names.count(name) > 1:
-                return Failure(400, f"{name.decode()}: a request has at most one, this one has {names.count(name)}")
+                return Failure(400, f"{name.decode()}: a request may have at most one, this one has {names.count(name)}")
         host = headers.get(b"host", b"").decode("latin-1")
         if self._loopback and hosts and _hostname(f"//{host}") not in self._hosts:  # no browser sends HTTP/1.0; probes do
             return Failure(403, "this server is bound to a loopback address and answers to 127.0.0.1 and localhost only")
         origin = headers.get(b"origin")
         guarded = self._loopback or scope["type"] == "websocket"
         if guarded and origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
-            return Failure(403, "requests from other sites' pages are not answered")
+            return Failure(403, "requests from pages of other sites are refused; the Origin must be this server's own")
         path = scope["path"]
         scope["slipstream.authorized"] = self._authorized(headers) or self._has_client_secret(scope, headers)
         if path in OPEN_PATHS or path == "/" or scope["slipstream.authorized"]:
             return None
-        return Failure(401, "this server needs its key: Authorization: Bearer KEY", code="invalid_api_key")
+        return Failure(401, "the key is missing or wrong; send the header Authorization: Bearer KEY", code="invalid_api_key")
 
     def _has_client_secret(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        """A client secret opens a WebSocket, and nothing else."""
+        """A client secret is valid for a WebSocket only."""
         return scope["type"] == "websocket" and self._key is not None and is_valid(token_of(headers), self._key)
 
     def _authorized(self, headers: dict[bytes, bytes]) -> bool:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 connection with limits: on the headers, on how long they take, and a way to cut a reader off.
+"""uvicorn's HTTP/1.1 connection with limits on the headers' size and time, and with a way to cut off a slow reader.
 
 The scope of a request carries `slipstream.cut`, which drops the connection at once. Imports uvicorn and httptools only.
 """
@@ -18,10 +18,10 @@ OTHER_DESCRIPTORS = 48  # sockets to the ranks, pipes to helper processes, files
 
 
 def _unframe(cycle: RequestResponseCycle) -> None:
-    """An HTTP/1.0 client knows no chunks: an answer without a length reaches it bare and ends with the connection.
+    """An HTTP/1.0 client does not know chunks. An answer without a length goes to it unframed and ends with the connection.
 
     uvicorn frames such an answer for every client (RFC 9112, section 6.1, forbids it) and has no setting for it. It closes
-    after each HTTP/1.0 answer; what is left is to take the framing away, and with it the check of a length nobody promised.
+    after each HTTP/1.0 answer already. So only the framing is removed here, and the check of a length never announced.
     """
     framed, bare = cycle.send, False
 
@@ -35,16 +35,16 @@ def _unframe(cycle: RequestResponseCycle) -> None:
             cycle.expected_content_length = len(message.get("body", b""))
         await framed(message)
 
-    cycle.send = send  # the application starts in the loop's next turn and takes this one
+    cycle.send = send  # the application starts in the loop's next turn and uses this value
 
 
 def connection_limit() -> int:
-    """Connections that this process's descriptors allow, with room for everything else that it opens."""
+    """The number of connections that this process's descriptors allow, less those that it needs for other things."""
     return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_DESCRIPTORS)
 
 
 class Connection(HttpToolsProtocol):
-    """One client connection. Beyond `limit` a new one takes the place of the one that has been idle longest, or is refused."""
+    """One client connection. Beyond `limit`, a new one replaces the one that has been idle longest, or is refused."""
 
     def __init__(self, *args, limit: int, **kwargs):
         super().__init__(*args, **kwargs)
@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
         self.idle_since = self.loop.time()
 
     _timer: asyncio.TimerHandle | None = None
-    _header_bytes = 0  # of the request line and headers so far
+    _header_bytes = 0  # bytes of the request line and headers so far
     _unfinished = 0  # bytes received since the last complete headers
     _refused = False
     _surplus = False  # there was no room for it
@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio does so only for some sockets
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets this for some sockets only
         self._arm()
         if self._too_many():
             self._make_room()
@@ -105,12 +105,12 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused or self.parser is None:
             return
-        if self._surplus and self._too_many():  # not before it has asked: the answer would be lost
-            text = f"{self._limit} connections are open, as many as may be (ulimit -n); try again later"
+        if self._surplus and self._too_many():  # only after the client has sent something: an earlier answer would be lost
+            text = f"{self._limit} connections are open, which is the limit (ulimit -n); try again later"
             return self._refuse(Failure(503, text))
         self._surplus = False
         super().data_received(data)
-        if self._timer is not None:  # still inside headers, which the parser hands over only one by one
+        if self._timer is not None:  # still inside the headers; the parser hands them over one by one
             self._unfinished += len(data)
             if self._unfinished > 2 * MAX_HEADER_BYTES:
                 self._refuse_headers()
@@ -120,7 +120,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(Failure(400, "not a valid HTTP/1.1 request"))
 
     def _refuse(self, failure: Failure) -> None:
-        """Answers without the application and closes; an answer that is already on its way is only cut."""
+        """Answers without the application, then closes. If an answer is already on its way, only closes."""
         self._refused = True
         if self.transport.is_closing():
             return
@@ -148,7 +148,9 @@ class Connection(HttpToolsProtocol):
 
     def _refuse_headers(self) -> None:
         if not self._refused:
-            self._refuse(Failure(431, f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES >> 10} KiB of them"))
+            self._refuse(
+                Failure(431, f"more than {MAX_HEADERS} headers, or than {MAX_HEADER_BYTES >> 10} KiB of them; send fewer")
+            )
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))

@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, tokens, health, version, metrics, and the page."""
+"""Routes that do not generate: models, tokens, health, version, metrics, and the page."""
 
 import datetime
 import importlib.resources
@@ -24,7 +24,7 @@ def as_json(value, status: int = 200, **headers: str) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    """GET /v1/models. Anthropic's clients, which send a version of its API, get Anthropic's form."""
+    """GET /v1/models. Clients that send `anthropic-version` get Anthropic's form."""
     front: Front = http.app.state.front
     if "anthropic-version" in http.headers:
         cards = [_anthropic_card(front, name) for name in front.models]
@@ -65,7 +65,7 @@ async def detokenize(http: HttpRequest) -> Response:
 
 
 async def tokenizer_info(http: HttpRequest) -> Response:
-    """GET /tokenizer_info: what a client needs to tokenize, and to render conversations, as the server does."""
+    """GET /tokenizer_info: what a client needs to render and tokenize as the server does."""
     front: Front = http.app.state.front
     tokenizer = front.ready_tokenizer()
     limits, eos = front.engine.limits, tokenizer.eos_ids[0] if tokenizer.eos_ids else None
@@ -109,7 +109,7 @@ async def metrics(http: HttpRequest) -> Response:
 
 
 async def page(http: HttpRequest) -> Response:
-    """GET /: the page. Without the key it comes with 401 and asks for it; it holds nothing of the server's."""
+    """GET /: the page. Without the key it comes with status 401 and asks for the key. It holds no data of the server."""
     status = 200 if http.scope["slipstream.authorized"] else 401
     return _file("index.html", "text/html", status)
 
@@ -118,7 +118,7 @@ async def static(http: HttpRequest) -> Response:
     """GET /static/{name}."""
     name = http.path_params["name"]
     if name not in _STATIC:
-        raise Failed(Failure(404, "no such file"))
+        raise Failed(Failure(404, "no such file in /static"))
     return _file(name, _STATIC[name], 200)
 
 

@@ -1,7 +1,7 @@
-"""What is done with a body before its request is submitted: one pure, blocking function for each route that has such work.
+"""The work on a body before its request is submitted: one pure, blocking function for each route that needs it.
 
-They run where the front end is, or, for large bodies, in a process of their own (`prepare_worker`): so what they take and give
-can be sent. Each raises BadRequest or Failed.
+They run in the front end or, for large bodies, in a process of their own (`prepare_worker`). So their arguments and results
+can be sent between processes. Each raises BadRequest or Failed.
 """
 
 import secrets
@@ -40,13 +40,13 @@ def check_model(name: str | None, models: list[str]) -> None:
 
 
 class Desk(NamedTuple):
-    """What every job needs besides the body."""
+    """The inputs of every job besides the body."""
 
     models: list[str]  # the names under which the model is served
     tokenizer: Tokenizer
     names: TokenNames
     dialect: Dialect
-    limits: RequestLimits | None  # None: the engine is not there, and only jobs that generate nothing run
+    limits: RequestLimits | None  # None: the engine is not ready, and only jobs that do not generate run
 
     @property
     def model(self) -> str:
@@ -57,12 +57,12 @@ class Desk(NamedTuple):
 
 
 class Prepared(msgspec.Struct):
-    """What came out: a plan with its prompts, or, from jobs that generate nothing, an answer in `more`."""
+    """A job's result: a plan with its prompts, or, from jobs that do not generate, an answer in `more`."""
 
     plan: GenerationParams | None = None
     prompts: list[Prompt] = []
-    more: bytes = b""  # of /v1/responses: a `ResponseStart`; of jobs that generate nothing: the answer's JSON
-    wants: str | None = None  # the id of a stored response, without whose conversation (`earlier`) nothing can be prepared
+    more: bytes = b""  # for /v1/responses a `ResponseStart`; for jobs that do not generate the answer's JSON
+    wants: str | None = None  # the id of a stored response whose conversation (`earlier`) the job needs first
 
 
 class Job(NamedTuple):
@@ -117,9 +117,9 @@ def count_tokens(body: CountTokensBody, desk: Desk, earlier: bytes) -> Prepared:
 
 
 class ResponseStart(msgspec.Struct):
-    """A response before anything is generated."""
+    """A response before generation."""
 
-    value: dict[str, Any]  # the response object; its id and time are still to come
+    value: dict[str, Any]  # the response object; its id and time are set later
     conversation: bytes  # JSON of the messages so far, the earlier ones included
     items: bytes  # JSON of the input as it is listed
 
@@ -127,13 +127,13 @@ class ResponseStart(msgspec.Struct):
 def responses(body: ResponsesBody, desk: Desk, earlier: bytes) -> Prepared:
     desk.check_model(body.model)
     if body.background and body.store is False:
-        raise BadRequest("background: only with store, since the response is fetched later", "background")
+        raise BadRequest("background: needs store=true, since the response is fetched later", "background")
     if body.previous_response_id is not None and not earlier:
         return Prepared(wants=body.previous_response_id)
     try:
         said = [*msgspec.json.decode(earlier or b"[]"), *conversation(body.input)]
         if not said:
-            raise BadRequest("input: holds nothing to answer", "input")
+            raise BadRequest("input: must hold at least one message to answer", "input")
         chat = responses_body.chat_body(body, said)
         plan, prompts = plan_chat(chat, desk.dialect, desk.tokenizer, _limits(desk))
     except BadRequest as e:
@@ -174,7 +174,7 @@ def detokenize(body: DetokenizeBody, desk: Desk, earlier: bytes) -> Prepared:
 
 
 def _thread(body: Any) -> None:
-    """A template, whose process is waited for, may take its time."""
+    """May block for seconds: the template is rendered in another process."""
 
 
 JOBS: dict[str, Job] = {
@@ -224,7 +224,7 @@ decode_answer = msgspec.msgpack.Decoder(Answered, dec_hook=_unpack).decode
 
 
 def run(name: str, raw: bytes | bytearray, desk: Desk, earlier: bytes) -> Prepared:
-    """The whole of a job: the body decoded, and worked on."""
+    """Runs a whole job: decodes the body, then works on it."""
     job = JOBS[name]
     check_pieces(raw)
     return job.work(decode(raw, job.schema), desk, earlier)

@@ -1,7 +1,7 @@
 """The front end's process: `python -m slipstream.serve.main --control-fd N`, a child of the supervisor.
 
-It listens at once and loads the tokenizer beside; it imports no PyTorch. SIGTERM and SIGINT are the supervisor's business: it
-sends `Drain`. The process ends with its parent.
+It listens at once and loads the tokenizer at the same time. It does not import PyTorch. SIGTERM and SIGINT are handled by the
+supervisor, which sends `Drain`. The process ends with its parent.
 """
 
 import argparse
@@ -40,13 +40,13 @@ log = logging.getLogger("slipstream.serve")
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
-ACCEPTS = 4  # connections taken in one turn of the loop: where descriptors run out, asyncio fails and logs as often
-SWITCH_SECONDS = 0.0005  # that the loop waits for a thread at work on a prompt, each time it has let go of the interpreter
-FLUSH_SECONDS = 2.0  # for last answers to reach their clients
+ACCEPTS = 4  # connections accepted in one turn of the loop; where descriptors run out, asyncio logs one failure for each
+SWITCH_SECONDS = 0.0005  # how long the loop waits for a busy thread, each time it has let go of the interpreter
+FLUSH_SECONDS = 2.0  # how long the last answers have to reach their clients
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handling, and with a word when it listens."""
+    """uvicorn without its signal handling; it logs a line when it listens."""
 
     def __init__(self, settings: uvicorn.Config, on_listening):
         super().__init__(settings)
@@ -75,7 +75,7 @@ def make_server(front: Front, on_listening=lambda: None) -> Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # asyncio accepts so many at a time: one, where other front ends wait for connections too
+        # asyncio accepts that many at a time: one if other front ends wait for connections too
         backlog=1 if front.server_config.api_server_count > 1 else ACCEPTS,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(FLUSH_SECONDS),
@@ -84,7 +84,7 @@ def make_server(front: Front, on_listening=lambda: None) -> Server:
 
 
 class Process:
-    """One front-end process from hello to exit."""
+    """One front-end process from the hello to its exit."""
 
     def __init__(self, control: Control):
         self.control = control
@@ -125,10 +125,10 @@ class Process:
         without_key = config.to_json(dataclasses.replace(self.front.server_config, api_key=None))
         self.front.large = LargeBodies(Setup(self.hello.engine, without_key, self.hello.model_path))
         self._one_is_up()
-        gc.freeze()  # what is loaded stays: collections need not walk it
+        gc.freeze()  # loaded objects stay, so garbage collections need not walk them
 
     def _one_is_up(self) -> None:
-        """Tells the supervisor once requests can be answered: it announces the server to the world."""
+        """Notifies the supervisor once requests can be answered; the supervisor then announces the server."""
         self._missing -= 1
         if not self._missing:
             self.control.tell(Listening())
@@ -141,13 +141,13 @@ class Process:
             self.front.composite.attach(message.group, socket.socket(fileno=fds[0]), lambda: self.control.tell(lost))
         elif isinstance(message, Attach):
             await engine.attach(message, socket.socket(fileno=fds[0]))
-        elif isinstance(message, Down) and not message.group:  # a worker group's end is seen by its socket
+        elif isinstance(message, Down) and not message.group:  # the end of a worker group is seen at its socket
             engine.down(message)
         elif isinstance(message, Drain):
             self._tasks.append(asyncio.create_task(self._drain(message.timeout)))
 
     async def _drain(self, timeout: float) -> None:
-        """Lets what runs end, ends what does not, gives the answers time to leave, and stops."""
+        """Lets running requests end, ends those that take too long, gives the answers time to leave, then stops."""
         front, end = self.front, time.monotonic() + timeout
         front.engine.drain()
         while (front.engine.live or front.open) and time.monotonic() < end:
@@ -162,11 +162,11 @@ class Process:
 
 
 def _fatal(task: asyncio.Task) -> None:
-    """A front end that cannot go on says why and ends; the supervisor decides what follows."""
+    """A front end that cannot go on logs the reason and exits; the supervisor decides what follows."""
     error = None if task.cancelled() else task.exception()
     if error is None:
         return
-    if isinstance(error, (ConfigError, ModelError)):  # the user's to mend, and the message says how
+    if isinstance(error, (ConfigError, ModelError)):  # the user can fix it, and the message says how
         log.critical("the front end cannot go on: %s", error)
     else:
         log.critical("the front end cannot go on", exc_info=error)
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="slipstream.serve.main")
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
-    die_with_parent(os.getppid())  # of one that has already ended, the control socket tells
+    die_with_parent(os.getppid())  # a supervisor that has already ended is seen at the control socket
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

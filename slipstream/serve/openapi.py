@@ -17,7 +17,7 @@ Schema = dict[str, Any]
 
 
 class Operation(NamedTuple):
-    """One method of one path. Path parameters stand in the path, and are texts."""
+    """One method of one path. Path parameters stand in the path and are strings."""
 
     summary: str
     body: type | None = None  # a struct, sent as JSON
@@ -66,11 +66,11 @@ DEBUG_OPERATIONS: Operations = {
 _ERRORS = {
     400: "The request is wrong; the error names the field",
     401: "The key is missing or wrong",
-    403: "The request comes from where it may not",
+    403: "The request's Host or Origin is not allowed",
     404: "There is no such model, response or path",
     408: "The body did not arrive in time",
     413: "The body is too large",
-    415: "The body is of another type",
+    415: "The body's media type is not supported",
     429: "Too many requests wait already; see Retry-After",
     500: "The engine failed while it answered",
     503: "The server is not ready; see Retry-After",
@@ -112,7 +112,7 @@ _SCHEMES = {
 
 
 def document(debug: bool, needs_key: bool = False, more: Operations = MappingProxyType({})) -> dict[str, Any]:
-    """`more`: what this server has besides, or in the place of others."""
+    """`more`: further operations of this server; each replaces one with the same method and path."""
     operations = {**OPERATIONS, **(DEBUG_OPERATIONS if debug else {}), **more}
     bodies = [operation.body for operation in operations.values() if operation.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
@@ -121,7 +121,7 @@ def document(debug: bool, needs_key: bool = False, more: Operations = MappingPro
     for (method, path), operation in operations.items():
         paths.setdefault(path, {})[method] = _described(method, path, operation, of_body)
     for array in _arrays(components):
-        array.setdefault("items", {})  # msgspec leaves it out for lists of anything
+        array.setdefault("items", {})  # msgspec leaves it out for lists of any type
     errors = {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "Unavailable": _UNAVAILABLE}
     return {
         "openapi": "3.1.0",
@@ -148,7 +148,7 @@ def _described(method: str, path: str, operation: Operation, of_body: dict[type,
     answers = {kind: {"schema": {} if kind in (JSON, EVENTS) else _TEXT} for kind in operation.answers}
     out["responses"] = {"200": {"description": "OK", "content": answers}, **_failures(path, operation)}
     if operation.errors is not None:
-        out["security"] = []  # the probes need no key
+        out["security"] = []  # probes do not need the key
     return out
 
 

@@ -1,7 +1,7 @@
 """The process that prepares requests with large bodies: `python -m slipstream.serve.prepare_worker`, started by `preparing.py`.
 
-Decoding a body, filling a template and tokenizing keep an interpreter busy for as long as the client's input is long; here they
-keep nobody waiting. Limits that the kernel keeps: computing time for each body, memory, no files.
+Decoding a body, filling a template and tokenizing keep an interpreter busy in proportion to the input's length. Here no
+other request waits for them. The kernel enforces limits: CPU time for each body, memory, no files.
 
 Messages both ways are framed as `system.framing` says: first `Setup`, then for each job `Asked`, the body and the earlier
 conversation; answers are `Answered`.
@@ -23,11 +23,11 @@ from slipstream.system.framing import read_frame, write_frame
 from slipstream.tokenize.tokenizer import load_tokenizer
 
 MEMORY = 6 << 30  # bytes of address space, the tokenizer included
-SECONDS = 30.0  # of computing, for one body
+SECONDS = 30.0  # of CPU time, for one body
 
 
 class Setup(msgspec.Struct):
-    """What the front end's own tokenizer was made of."""
+    """The configuration that the front end's own tokenizer was made from."""
 
     engine: str  # EngineConfig as JSON
     server: str  # ServerConfig as JSON
@@ -35,7 +35,7 @@ class Setup(msgspec.Struct):
 
 
 def open_desk(setup: Setup) -> Desk:
-    """A tokenizer and what belongs to it. Raises ModelError."""
+    """A tokenizer with its template. Raises ModelError."""
     engine = config.from_json(config.EngineConfig, setup.engine)
     server = config.from_json(config.ServerConfig, setup.server)
     tokenizer = tokenizer_of(engine, setup.model_path)

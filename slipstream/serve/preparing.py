@@ -1,7 +1,7 @@
-"""From an HTTP request to what is submitted: the body read, decoded and worked on, wherever that keeps nobody waiting.
+"""From an HTTP request to its submission: reads the body, decodes it and works on it, where no other request waits for that.
 
 Small bodies are worked on here, on the loop or on a thread (`prompts.prepare`). Large ones go to a process of their own:
-whatever a client puts into one, the loop only moves its bytes.
+the loop only moves their bytes, whatever they hold.
 """
 
 import os
@@ -19,11 +19,11 @@ from slipstream.serve.request_body import INLINE_BYTES, body_of, check_pieces, d
 from slipstream.serve.text.prompts import prepare
 from slipstream.system.limited_process import LimitedProcess, Lost, Overrun, Pool
 
-LARGE_BYTES = 1 << 18  # of a body; decoding so much takes some 5 ms, whatever it holds
+LARGE_BYTES = 1 << 18  # of a body; decoding that many takes about 5 ms, whatever they hold
 WORKERS = 2
-PATIENCE = 2 * SECONDS  # of wall time that a loaded machine may need
-_HUB = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "SLIPSTREAM_CACHE")  # where the front end's tokenizer lies
-_TOO_MUCH = f"the body takes more than {SECONDS:g} s of computing or {MEMORY >> 30} GiB; send less at once"
+PATIENCE = 2 * SECONDS  # of wall time; a loaded machine needs more than the CPU time
+_HUB = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "SLIPSTREAM_CACHE")  # where its tokenizer was loaded from
+_TOO_MUCH = f"preparing the body takes more than {SECONDS:g} s or {MEMORY >> 30} GiB of memory; send less in one request"
 
 
 class LargeBodies:
@@ -44,7 +44,7 @@ class LargeBodies:
         return process
 
     async def run(self, name: str, raw: bytearray, desk: Desk, earlier: bytes) -> Prepared:
-        """`jobs.run` in one of the processes. Raises Failed (413) for what takes too much, EngineDown for a process lost."""
+        """`jobs.run` in one of the processes. Raises Failed (413) for too much work, EngineDown if the process is lost."""
         try:
             found = await self._pool.ask(msgspec.msgpack.encode(Asked(name, desk.limits)), raw, earlier)
         except Overrun:
@@ -65,7 +65,7 @@ class LargeBodies:
 
 
 async def prepared(http: HttpRequest, name: str, stored=None) -> Prepared:
-    """Job `name` done with the request's body. `stored(id)` gives the conversation of a stored response as JSON."""
+    """Runs job `name` on the request's body. `stored(id)` gives the conversation of a stored response as JSON."""
     front: Front = http.app.state.front
     async with body_of(http) as raw:
         found = await _run(front, name, raw, b"")

@@ -1,4 +1,4 @@
-"""Reading a request's body: its type, its size, its time, and its decoding into one of the structs of `bodies`."""
+"""Reads a request's body: checks its type, size and time, and decodes it into one of the structs of `bodies`."""
 
 import asyncio
 import json
@@ -17,15 +17,18 @@ from slipstream.serve.errors import Failed, Failure, to_bad_request
 
 MAX_BYTES = 32 << 20
 READ_SECONDS = 60.0
-INLINE_BYTES = 1 << 16  # larger bodies wait for a turn: many at once would keep the streams waiting
-MAX_LISTS, MAX_ITEMS = 1 << 17, 1 << 21  # of a body: the decoder lets nobody else run, a fifth of a second at these bounds
+INLINE_BYTES = 1 << 16  # bytes; larger bodies are decoded one at a time, since many at once would keep the streams waiting
+MAX_LISTS, MAX_ITEMS = (
+    1 << 17,
+    1 << 21,
+)  # in a body; the decoder blocks everything else, for 0.2 s at these bounds
 
 T = TypeVar("T")
 _decoders: dict[type, msgspec.json.Decoder] = {}
 
 
 async def read(request: Request, schema: type[T]) -> T:
-    """The body of `request` as `schema`. Raises Failed (413, 415, 408, 503) or BadRequest naming the field."""
+    """The body of `request` as a `schema`. Raises Failed (413, 415, 408, 503) or BadRequest naming the field."""
     async with body_of(request) as raw:
         if len(raw) <= INLINE_BYTES:
             return decode(raw, schema)
@@ -38,10 +41,10 @@ async def body_of(request: Request) -> AsyncIterator[bytearray]:
     """The body's bytes, which count against the front end's budget as long as they are in use. Raises Failed."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Failed(Failure(415, "the body must be JSON, with Content-Type: application/json"))
+        raise Failed(Failure(415, "Content-Type: must be application/json, and the body JSON"))
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
-        raise Failed(Failure(415, f"Content-Encoding: {coding[:40]!r} is not taken; send the body as it is"))
+        raise Failed(Failure(415, f"Content-Encoding: {coding[:40]!r} is not supported; send the body uncompressed"))
     budget: Budget = request.app.state.front.bodies
     raw = bytearray()
     taken = 0
@@ -50,7 +53,7 @@ async def body_of(request: Request) -> AsyncIterator[bytearray]:
             async with asyncio.timeout(READ_SECONDS):
                 async for part in _parts(request):
                     raw += part
-                    more = len(raw) - INLINE_BYTES - taken  # small bodies are not counted: large ones do not keep them out
+                    more = len(raw) - INLINE_BYTES - taken  # small bodies are not counted, so large ones cannot keep them out
                     if more > 0:
                         if not budget.take(more):
                             raise Failed(_no_room(budget))
@@ -68,13 +71,13 @@ def _no_room(budget: Budget) -> Failure:
 
 
 async def _parts(request: Request) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises Failed where it is too large."""
+    """The body in pieces as they arrive. Raises Failed if it is too large."""
     too_large = Failed(Failure(413, f"the body is larger than {MAX_BYTES >> 20} MiB"))
     try:
         if int(request.headers.get("content-length", "0")) > MAX_BYTES:
             raise too_large
     except ValueError:
-        raise BadRequest("Content-Length is not a number") from None
+        raise BadRequest("Content-Length: must be a number") from None
     size = 0
     async for part in request.stream():
         size += len(part)
@@ -84,7 +87,7 @@ async def _parts(request: Request) -> AsyncIterator[bytes]:
 
 
 def check_pieces(raw: bytes | bytearray) -> None:
-    """Raises Failed for a body of very many pieces, before it is taken apart."""
+    """Raises Failed for a body of very many lists, objects or items, before it is decoded."""
     if raw.count(b"[") + raw.count(b"{") > MAX_LISTS or raw.count(b",") > MAX_ITEMS:
         text = f"the body has more than {MAX_LISTS} lists and objects, or {MAX_ITEMS} items; send fewer at once"
         raise Failed(Failure(413, text))
@@ -97,17 +100,17 @@ def decode(raw: bytes | bytearray, schema: type[T]) -> T:
     try:
         return decoder.decode(raw)  # type: ignore[return-value]
     except msgspec.ValidationError as e:
-        raise to_bad_request(e) from None
+        raise to_bad_request(e, raw) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         path = _not_finite(raw)
         if path:
-            raise BadRequest(f"{path}: not a finite number", path) from None
+            raise BadRequest(f"{path}: must be a finite number, not NaN or an infinity", path) from None
         reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
         raise BadRequest(f"the body is not valid JSON: {reason}") from None
 
 
 def _not_finite(raw: bytes | bytearray) -> str | None:
-    """The top-level field that holds NaN or an infinity, which some clients write although JSON has no such thing."""
+    """The top-level field that holds NaN or an infinity. Some clients write these although JSON does not have them."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):

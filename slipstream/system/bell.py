@@ -7,7 +7,7 @@ class Bell:
     """An eventfd. Readable from a `ring` until the next `clear`; many rings before a `clear` are one."""
 
     def __init__(self, descriptor: int | None = None):
-        """Takes over `descriptor`, which another process may share (`Bell.create`), or makes its own."""
+        """Takes over `descriptor`, which another process may share (`Bell.create`), or creates one."""
         self._descriptor = self.create() if descriptor is None else descriptor
 
     @staticmethod
@@ -19,13 +19,13 @@ class Bell:
         return self._descriptor
 
     def ring(self) -> None:
-        """To be called after what it announces has been put in its place."""
+        """Call it after the announced data is in place."""
         os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """To be called before the last look at what was announced, so that nothing is left without a ring.
+        """Call it before the last look at the announced data, so that none is left without a ring.
 
-        A bell that has not been rung is no error: whoever looks may see a thing between its being put there and its ring.
+        Clearing a bell that has not rung is not an error: a reader may see data before its ring.
         """
         try:
             os.eventfd_read(self._descriptor)

@@ -1,4 +1,4 @@
-"""What every Python process that this one starts gets for its environment."""
+"""The environment of every Python process that this one starts."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ _HOME = pathlib.Path(__file__).resolve().parents[2]  # the folder that holds thi
 
 
 def python_environment() -> dict[str, str]:
-    """This process's own, in which Python imports nothing from the folder that the process stands in.
+    """This process's environment, changed so that Python imports nothing from the current folder.
 
     With `python -m` that folder would come first: a model's folder, say, with a `msgspec.py` in it. A checkout that is not
     installed stays importable.

@@ -7,15 +7,15 @@ from slipstream.errors import ConfigError
 
 
 def home_folder(instead: str) -> pathlib.Path:
-    """Raises ConfigError where the user has none, which names the variable `instead`."""
+    """Raises ConfigError naming the variable `instead` if the user has none."""
     try:
         return pathlib.Path.home()
     except RuntimeError:
-        raise ConfigError(f"this user has no home folder; set {instead} to a folder that files may be kept in") from None
+        raise ConfigError(f"this user has no home folder; set {instead} to a folder for files") from None
 
 
 def cache_folder() -> pathlib.Path:
-    """Where models and flight records lie; not made by asking. Raises ConfigError where the user has no home folder."""
+    """The folder of models and flight records; it may not exist yet. Raises ConfigError if the user has no home folder."""
     if given := os.environ.get("SLIPSTREAM_CACHE"):
         return home_folder("SLIPSTREAM_CACHE") / given[2:] if given.startswith("~/") else pathlib.Path(given)
     base = os.environ.get("XDG_CACHE_HOME")

@@ -1,10 +1,10 @@
-"""Messages in a stream of bytes: each stands behind its length, four bytes, little endian. Over sockets and over pipes."""
+"""Messages in a stream of bytes: each follows its length, four bytes, little endian. For sockets and pipes."""
 
 import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-MAX_FRAME = 1 << 30  # bytes of one message; a longer one means that the stream is not what it should be
+MAX_FRAME = 1 << 30  # bytes of one message; a greater length means that the stream is not in this format
 _LENGTH = struct.Struct("<I")
 
 
@@ -13,7 +13,7 @@ class BadFrame(ValueError):
 
 
 def head(body: bytes | bytearray) -> bytes:
-    """What stands before a message."""
+    """The length before a message."""
     return _LENGTH.pack(len(body))
 
 
@@ -23,7 +23,7 @@ def frame(body: bytes) -> bytes:
 
 
 class Frames:
-    """Cuts a stream into messages, however it was cut on its way."""
+    """Cuts a stream into messages, in whatever pieces it arrives."""
 
     def __init__(self, most: int = MAX_FRAME):
         self._most = most
@@ -49,7 +49,7 @@ class Frames:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next message of a pipe, waited for; None at its end."""
+    """Waits for the next message of a pipe; None at its end."""
     length = stream.read(4)
     return stream.read(_LENGTH.unpack(length)[0]) if len(length) == 4 else None
 

@@ -1,8 +1,8 @@
-"""A child process for work that came from outside: asked over its pipes, replaced when it ends or does not answer.
+"""A child process for work on untrusted input: asked over its pipes, replaced when it ends or does not answer.
 
-The limits themselves (computing time, memory) are the child's own to set, by the kernel's means: they hold inside one long call
-of C or Rust code too, where no check of ours would run. How a child ended says whether its work was too much (`Overrun`) or
-whether somebody else has stopped it (`Lost`): only the first says anything of the work.
+The child sets the limits itself (CPU time, memory), and the kernel enforces them. So they hold inside one long call of C or
+Rust code too, where no check of ours would run. The way in which a child ended shows whether its work was too much (`Overrun`)
+or whether it was stopped from outside (`Lost`). Only the first is the work's fault.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from queue import Empty, LifoQueue
 from slipstream.system.child import python_environment
 from slipstream.system.framing import Frames, head
 
-# What Python needs to start, and what a date is written by; nothing secret.
+# The variables that Python needs to start and to write dates; no secrets.
 _ENVIRONMENT = (
     "PATH",
     "PYTHONPATH",
@@ -32,16 +32,16 @@ _ENVIRONMENT = (
     "LC_TIME",
     "TZ",
 )
-# How limits end a process: the timer of computing time; no memory, or no stack, in C or Rust.
+# The signals by which limits end a process: the CPU timer; no memory, or no stack, in C or Rust.
 _OWN_ENDS = frozenset(
     {signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP, signal.SIGILL}
 )
 _PIECE = 1 << 16  # bytes written or read at a time
-_REAP = 1.0  # seconds in which a process that has closed its pipes is gone
+_REAP = 1.0  # seconds that a process has to end after it has closed its pipes
 
 
 class Overrun(Exception):
-    """The process ended by its limits: what it was asked was too much."""
+    """The process was ended by its limits: the work was too much."""
 
 
 class Lost(Exception):
@@ -118,7 +118,7 @@ class LimitedProcess:
             raise TimeoutError
 
     def _ended(self, late: bool) -> Overrun | Lost:
-        """Why there is no answer, as the exception to raise."""
+        """The reason why there is no answer, as an exception to raise."""
         try:
             code = self._process.wait(0 if late else _REAP)
         except subprocess.TimeoutExpired:
@@ -139,10 +139,10 @@ class LimitedProcess:
 
 
 class Pool:
-    """Processes of one kind, `count` at most, each started when it is needed and all others are at work."""
+    """Processes of one kind, at most `count`. One is started when it is needed and all others are busy."""
 
     def __init__(self, name: str, count: int, start: Callable[[], LimitedProcess]):
-        """start: makes a process that is ready to be asked; called on a thread. It may raise Lost."""
+        """start: makes a process that is ready for work; called on a thread. It may raise Lost."""
         self._start = start
         self._threads = ThreadPoolExecutor(count, name)
         self._idle: LifoQueue[LimitedProcess] = LifoQueue()
@@ -152,7 +152,7 @@ class Pool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.ask_now, *request)
 
     def ask_now(self, *request: bytes | bytearray) -> bytes:
-        """The same, blocking; from as many threads as there may be processes."""
+        """The same, blocking; for as many threads as there may be processes."""
         process = self._take()
         try:
             answer = process.ask(*request)

@@ -1,9 +1,9 @@
-"""Lines to standard error that never stop the process that writes them."""
+"""Writes lines to standard error. A failure to write never stops the process."""
 
 import os
 import select
 
-MAX_LINE_BYTES = 4096  # what the kernel takes as one, into a pipe that has room
+MAX_LINE_BYTES = 4096  # the bytes that the kernel writes to a pipe at once
 
 
 def say(text: str) -> None:
@@ -12,7 +12,7 @@ def say(text: str) -> None:
 
 
 def write_line(text: str) -> None:
-    """Writes a line, which is lost where nobody can read it: the reader has gone (`2>&1 | head`), or lets a pipe run full."""
+    """Writes a line. It is lost if it cannot be read: the reader has gone (`2>&1 | head`), or has let a pipe fill up."""
     data = text.encode(errors="replace")[: MAX_LINE_BYTES - 1] + b"\n"
     poller = select.poll()
     poller.register(2, select.POLLOUT)
@@ -24,10 +24,10 @@ def write_line(text: str) -> None:
 
 
 def open_standard_streams() -> None:
-    """Where a standard stream is closed, /dev/null takes its number. A socket would get it otherwise, and all that is said."""
+    """Opens /dev/null for each closed standard stream. Otherwise a socket would get its number, and our messages."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(fd, True)

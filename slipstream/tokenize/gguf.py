@@ -1,7 +1,7 @@
 """A fast tokenizer from a GGUF file's own metadata. Reads the header only; no torch, no transformers.
 
-The splitting patterns are those of the models' published tokenizer.json files, by the name that llama.cpp gives them
-(`tokenizer.ggml.pre`). A name that is not known is refused: a wrong pattern gives other tokens in silence.
+The splitting patterns are those of the models' published tokenizer.json files, by llama.cpp's name for them
+(`tokenizer.ggml.pre`). An unknown name is refused, since a wrong pattern would silently give other tokens.
 """
 
 from typing import Any
@@ -39,11 +39,11 @@ _BOS_UNLESS_TOLD = ("llama-bpe", "llama3", "tekken")
 
 
 def gguf_tokenizer(metadata: dict) -> Tokenizer:
-    """The tokenizer of a GGUF file's metadata. Raises ModelError where it lacks one or has one of another kind."""
+    """The tokenizer of a GGUF file's metadata. Raises ModelError if there is none, or one of another kind."""
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if kind not in builders or not metadata.get("tokenizer.ggml.tokens"):
-        raise ModelError(f"the GGUF's tokenizer is of kind {kind!r}; 'gpt2' and 'llama' can be read: give --tokenizer")
+        raise ModelError(f"the GGUF's tokenizer is of kind {kind!r}, not 'gpt2' or 'llama'; give --tokenizer")
     try:
         tokenizer = builders[kind](metadata)
     except ModelError:
@@ -56,7 +56,7 @@ def gguf_tokenizer(metadata: dict) -> Tokenizer:
 
 
 def _byte_level(metadata: dict) -> Tokenizer:
-    """BPE over bytes, as GPT-2 and most since."""
+    """BPE over bytes, as in GPT-2 and most later models."""
     pre, tokens = metadata.get("tokenizer.ggml.pre", "default"), metadata["tokenizer.ggml.tokens"]
     pairs: Any = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs, ignore_merges=pre in _WHOLE_WORDS))
@@ -84,7 +84,7 @@ def _sentencepiece(metadata: dict) -> Tokenizer:
 
 
 def _merges_of_scores(ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, the best-scored pieces first; ties by the parts' ids."""
+    """Every way to join two pieces to a third, the best-scored results first; ties by the ids of the two."""
     found = []
     for piece, id in ids.items():
         for cut in range(1, len(piece)):
@@ -108,14 +108,14 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: dict) -> None:
-    """Registers the tokens that are found whole in text: control and unknown as special, user-defined as plain."""
+    """Registers the tokens that are matched whole in text: control and unknown as special, user-defined as plain."""
     kinds = list(zip(metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()), strict=False))
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k in (_UNKNOWN, _CONTROL)])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in kinds if k == _USER_DEFINED])
 
 
 def _add_ends(tokenizer: Tokenizer, metadata: dict) -> None:
-    """Puts the beginning (and end) token around encoded text where the metadata ask for it."""
+    """Puts the beginning (and end) token around encoded text if the metadata ask for it."""
     tokens = metadata["tokenizer.ggml.tokens"]
     bos, eos = metadata.get("tokenizer.ggml.bos_token_id"), metadata.get("tokenizer.ggml.eos_token_id")
     usual = metadata.get("tokenizer.ggml.pre") in _BOS_UNLESS_TOLD or metadata["tokenizer.ggml.model"] == "llama"

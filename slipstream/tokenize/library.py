@@ -32,8 +32,8 @@ _BYTES = _byte_of_char()
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library.
 
-    Text is put together here from each token's bytes, so that a stream and the whole agree. It equals the library's decoding
-    except for bytes that are no UTF-8 in vocabularies with byte fallback, where the library writes U+FFFD for each byte.
+    Text is assembled here from each token's bytes, so that a stream and the whole agree. It equals the library's decoding,
+    except for bytes that are not UTF-8 in vocabularies with byte fallback, where the library writes U+FFFD for each byte.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, eos: tuple[int, ...], bos: int | None, template: ChatTemplate | None):
@@ -49,7 +49,7 @@ class LibraryTokenizer(Tokenizer):
         self.eos_ids, self.bos_id, self.template = eos, bos, template
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # not `encode`: that keeps the interpreter to itself, for a second with a text of a megabyte
+        # not `encode`: that holds the interpreter, for a second with a text of a megabyte
         return self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def token_bytes(self, id: int) -> bytes:
@@ -67,7 +67,7 @@ class LibraryTokenizer(Tokenizer):
         if self._spelling == "bytes":
             try:
                 return bytes([_BYTES[c] for c in token])
-            except KeyError:  # not spelled in bytes after all
+            except KeyError:  # not spelled in bytes
                 return token.encode()
         match = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(match[1], 16)]) if match else token.replace("\u2581", " ").encode()
@@ -84,11 +84,11 @@ def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[str, bool]:
         strip = any(p["type"] == "Strip" and p.get("start") for p in parts)
         meta = any(p["type"] == "Metaspace" and p.get("prepend_scheme", "always") != "never" for p in parts)
         return "pieces", strip or meta
-    raise ModelError(f"the tokenizer's decoder ({', '.join(sorted(kinds))}) is of no kind that can be streamed")
+    raise ModelError(f"the tokenizer's decoder ({', '.join(sorted(kinds))}) cannot be streamed")
 
 
 def load(path: pathlib.Path) -> LibraryTokenizer | None:
-    """The tokenizer of a GGUF file, a folder, or a file in one; None where there is none. Raises ModelError."""
+    """The tokenizer of a GGUF file, a folder, or a file in one; None if there is none. Raises ModelError."""
     if path.suffix == ".gguf":
         return _from_gguf(GGUFFile(path).metadata)
     folder = path if path.is_dir() else path.parent
@@ -153,7 +153,7 @@ def _configured_eos(folder: pathlib.Path) -> list[int]:
 
 
 def _chat_source(folder: pathlib.Path, config: dict) -> str | None:
-    """The template's text from the places where checkpoints keep it, the newest kind first."""
+    """The template's text from one of the places where checkpoints keep it, the newest kind first."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text()

@@ -1,4 +1,4 @@
-"""A tokenizer for a model that has none: random weights, or the device that computes nothing."""
+"""A tokenizer for a model that has none: random weights, or the `sim` device."""
 
 import pathlib
 
@@ -17,7 +17,7 @@ _TEMPLATE = (
 class PlaceholderTokenizer(Tokenizer):
     """Text is its UTF-8 bytes: byte b is the b-th id that is not special. Every other id is a word of its own, " t<id>".
 
-    With fewer than 256 plain ids, bytes share ids and text does not come back; every id still has a text.
+    With fewer than 256 plain ids, bytes share ids and text does not survive the way to ids and back. Every id still has a text.
     """
 
     def __init__(self, vocab_size: int, eos_ids: tuple[int, ...] = (), bos_id: int | None = None):
@@ -39,7 +39,7 @@ class PlaceholderTokenizer(Tokenizer):
         config = config if "vocab_size" in config else config.get("text_config", {})
         size = config.get("vocab_size")
         if not isinstance(size, int):
-            raise ModelError(f"{path}: the config names no vocab_size")
+            raise ModelError(f"{path}: the config has no vocab_size")
         eos = config.get("eos_token_id")
         return cls(size, () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos), config.get("bos_token_id"))
 

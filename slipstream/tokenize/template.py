@@ -1,7 +1,7 @@
 """Chat templates: messages in, the prompt's text out. A template runs in a limited process of its own (`template_worker.py`).
 
-Why a process: a template can stay inside one call of C code for ever ('a' * 10**12, say), where no check of ours would run;
-a kernel's limit ends it wherever it is. It costs about 0.1 ms a rendering. Imports neither torch nor jinja2.
+Why a process: a template can stay inside one call of C code for ever ('a' * 10**12, say), where no check of ours would run. A
+limit of the kernel ends it there too. It costs about 0.1 ms a rendering. Imports neither torch nor jinja2.
 """
 
 import json
@@ -15,15 +15,15 @@ SECONDS = 2.0  # CPU time of one rendering
 MEMORY = 1 << 30  # bytes of address space
 MAX_CHARS = 1 << 26  # of one rendering
 PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
-_MARKER = "\ue000continues here\ue001 "  # stands where a message's text ends; its final space shows whether ends are trimmed
+_MARKER = "\ue000continues here\ue001 "  # marks the end of a message's text; its final space shows whether the template trims
 
 
 class ChatTemplate:
     """A compiled chat template. Thread-safe; renderings take turns in one worker, which starts with the first of them.
 
-    `variables` are always given to the template (bos_token and the like). Raises BadRequest(param="messages") for what the
-    template refuses, cannot do, or takes too long for, and when it does not compile (`start` raises ModelError for that).
-    Raises EngineDown where the worker was stopped from outside; the next rendering has another.
+    `variables` are always given to the template (bos_token and the like). Raises BadRequest(param="messages") if the template
+    refuses the messages, fails, takes too long, or does not compile (`start` raises ModelError for the last). Raises EngineDown
+    if the worker was stopped from outside; the next rendering starts another.
     """
 
     def __init__(self, source: str, variables: dict[str, str] | None = None):
@@ -33,7 +33,7 @@ class ChatTemplate:
         self._worker: LimitedProcess | None = None
 
     def start(self) -> None:
-        """Starts the worker and compiles the template, which the first rendering would do otherwise. Raises ModelError."""
+        """Starts the worker and compiles the template, before the first rendering. Raises ModelError."""
         with self._lock:
             try:
                 self._ready()
@@ -55,7 +55,7 @@ class ChatTemplate:
         `tools` are JSON schemas of functions, `kwargs` further variables of the template.
         """
         if continue_final_message and add_generation_prompt:
-            raise BadRequest("it excludes add_generation_prompt", param="continue_final_message")
+            raise BadRequest("it needs add_generation_prompt=false", param="continue_final_message")
         variables = {**self.variables, **kwargs, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
 
         def text_of(messages: list[dict]) -> str:
@@ -75,7 +75,7 @@ class ChatTemplate:
             except ModelError as e:
                 raise BadRequest(str(e), param="messages") from None
             except Overrun:
-                raise BadRequest(f"the chat template did not end within {SECONDS:g} s of computing", param="messages") from None
+                raise BadRequest(f"the chat template did not end within {SECONDS:g} s of CPU time", param="messages") from None
             except Lost as e:
                 raise EngineDown(f"the process that renders the chat template was lost: {e}; try again") from None
             except BaseException:
@@ -111,7 +111,7 @@ class ChatTemplate:
 
 
 def _continued(messages: list[dict], text_of: Callable[[list[dict]], str]) -> str:
-    """The text up to where the last message's text ends, trimmed there where the template trims."""
+    """The text up to the end of the last message's text, trimmed if the template trims."""
     text = _last_text(messages)
     kept, trims = _cut_at(text_of(_with_last_text(messages, text + _MARKER)))
     if not trims:
@@ -120,7 +120,7 @@ def _continued(messages: list[dict], text_of: Callable[[list[dict]], str]) -> st
         return kept.rstrip()
     return _cut_at(text_of(_with_last_text(messages, _MARKER)))[
         0
-    ]  # nothing is left of it, and what stands before it is not its
+    ]  # nothing is left of it, and the text before it is another message's
 
 
 def _last_text(messages: list[dict]) -> str:
@@ -128,7 +128,7 @@ def _last_text(messages: list[dict]) -> str:
     if isinstance(content, list) and content and isinstance(content[-1], dict):
         content = content[-1].get("text")
     if not isinstance(content, str):
-        raise BadRequest("the last message has no text that could be continued", param="continue_final_message")
+        raise BadRequest("the last message has no text to continue", param="continue_final_message")
     return content
 
 
@@ -139,7 +139,7 @@ def _with_last_text(messages: list[dict], text: str) -> list[dict]:
 
 
 def _cut_at(text: str) -> tuple[str, bool]:
-    """What stands before the marker, and whether the template has trimmed the marker's final space."""
+    """The text before the marker, and whether the template has trimmed the marker's final space."""
     at = text.rfind(_MARKER[:-1])
     if at < 0:
         raise BadRequest("the chat template does not show the last message's text", param="continue_final_message")

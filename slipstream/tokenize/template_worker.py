@@ -2,7 +2,7 @@
 
 It imports jinja2, the standard library and `system.framing` only.
 
-A template is a program that came with a model. It runs in jinja2's sandbox, inside limits that the kernel keeps: CPU time for
+A template is a program that came with a model. It runs in jinja2's sandbox, and the kernel enforces limits: CPU time for
 each rendering (a timer whose signal ends the process, also from inside one long C call), memory, no new files. The parent sees
 the end of the pipe and starts another.
 
@@ -63,7 +63,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, variables: dict, max_chars: int) -> dict:
-    """The answer to one request; never raises for what a template does."""
+    """The answer to one request. Errors of the template are answers too, not exceptions."""
     pieces, size = [], 0
     try:
         for piece in template.generate(**variables):
@@ -77,7 +77,7 @@ def render(template: jinja2.Template, variables: dict, max_chars: int) -> dict:
         pieces.clear()
         return {"kind": "large", "error": "it needs too much memory"}
     except RecursionError:
-        return {"kind": "failed", "error": "it calls itself too deeply"}
+        return {"kind": "failed", "error": "it recurses too deeply"}
     except Exception as e:
         return {"kind": "failed", "error": f"{type(e).__name__}: {e}"[:500]}
     return {"text": "".join(pieces)}
@@ -93,7 +93,7 @@ def _write(stream, answer: dict) -> None:
 
 
 def _limit(memory: int) -> None:
-    """Before any template is seen: no files, no bigger memory, and a CPU timer whose signal ends the process."""
+    """Sets the limits before any template is read: no files, bounded memory, and a CPU timer whose signal ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

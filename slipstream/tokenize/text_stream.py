@@ -8,7 +8,7 @@ class TextStream:
     """Text of ids as they come: the pieces of `push` and of one final `flush` joined are the whole decoded text.
 
     Never emits half a character: bytes that could still become one are held back. Bytes that cannot are U+FFFD, as Unicode
-    recommends (one for each maximal part of a character); `flush` says so of what is still held.
+    recommends (one for each maximal part of a character); `flush` writes the held bytes so.
     `strip_space`: one leading space of the whole text is not part of it (SentencePiece puts it before a text's first word).
     """
 
@@ -30,7 +30,7 @@ class TextStream:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """What is held, as U+FFFD; the stream can go on afterwards."""
+        """The held bytes, as U+FFFD; the stream can go on afterwards."""
         return self._decoder.decode(b"", final=True)
 
 

@@ -16,7 +16,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 class Tokenizer(ABC):
-    """What the front end knows of a model's vocabulary. Safe to use from several threads.
+    """A model's vocabulary as the front end uses it. Safe to use from several threads.
 
     `vocab_size` counts the ids that have a text; a model may have more rows. `eos_ids` end an answer. `special_ids` are left
     out of text by default.
@@ -37,11 +37,13 @@ class Tokenizer(ABC):
         """The bytes that this token adds to a text; b"" for an id without one. A special token's are its name."""
 
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
-        """Token ids, with the beginning and end tokens that the model wants. Raises BadRequest for text that is no Unicode."""
+        """Token ids, with the beginning and end tokens that the model expects. Raises BadRequest for invalid Unicode."""
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise BadRequest(f"half a surrogate pair (character {e.start}) is not text", param=param) from None
+            raise BadRequest(
+                f"character {e.start} is half a surrogate pair; a text must be valid Unicode", param=param
+            ) from None
         return self._encode(text, add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True, *, continues: bool = False) -> str:
@@ -56,13 +58,13 @@ class Tokenizer(ABC):
 
         An answer continues its prompt: `continues=True` keeps the space of a first token such as "▁Paris", which a text of
         its own would not have. It matters for SentencePiece vocabularies only; no prompt ids are needed either way.
-        keep: special tokens whose names are wanted all the same.
+        keep: special tokens whose names are part of the text.
         """
         skipped = self.special_ids - keep if skip_special_tokens else _NOTHING
         return TextStream(self.token_bytes, skipped, self.strips_first_space and not continues)
 
     def token_text(self, id: int) -> str:
-        """The token alone as text; what is no whole character shows as U+FFFD (its `token_bytes` are exact)."""
+        """The token alone as text; bytes that are not a whole character become U+FFFD (its `token_bytes` are exact)."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def render_chat(self, messages: list[dict], /, **options: Any) -> str:
@@ -77,12 +79,12 @@ class Tokenizer(ABC):
     def apply_chat(self, messages: list[dict], /, max_chars: int | None = None, **options: Any) -> list[int]:
         """The ids of `render_chat`'s text. The template writes the beginning token itself, so none is added.
 
-        Raises BadRequest for a text of more than `max_chars`, with tools and all else that the template has put in.
+        Raises BadRequest for a text of more than `max_chars`, which includes tools and all other text from the template.
         """
         text = self.render_chat(messages, **options)
         if max_chars is not None and len(text) > max_chars:
             raise BadRequest(
-                f"messages: {len(text)} characters with the chat template; at most {max_chars} can fit", "messages"
+                f"messages: the chat template makes {len(text)} characters of them; at most {max_chars} can fit", "messages"
             )
         return self.encode(text, add_special_tokens=False, param="messages")
 
@@ -96,8 +98,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a model (a folder, config.json, or .gguf file as `resolve_model` returns it).
 
-    tokenizer: a folder, tokenizer.json, .gguf file, or Hugging Face id to take instead. chat_template: a file's path or the
-    text of a template to take instead. placeholder: a model without a tokenizer gets an invented one of its vocabulary's size
+    tokenizer: a folder, tokenizer.json, .gguf file, or Hugging Face id to use instead. chat_template: a file's path or the
+    text of a template to use instead. placeholder: a model without a tokenizer gets an invented one of its vocabulary's size
     (random weights, `--device sim`); otherwise it is refused. Raises ModelError.
     """
     from slipstream.tokenize import library as library_tokenizer
@@ -108,7 +110,7 @@ def load_tokenizer(
     if found is None and placeholder and not tokenizer:
         found = PlaceholderTokenizer.of_model(path)
     if found is None:
-        raise ModelError(f"{path} holds no tokenizer; name one with --tokenizer")
+        raise ModelError(f"{path} holds no tokenizer; give one with --tokenizer")
     if chat_template:
         variables = found.template.variables if found.template else {}
         found.template = ChatTemplate(_template_text(chat_template), variables)
@@ -124,11 +126,11 @@ def _locate(name: str) -> pathlib.Path:
         return path
     if HUB_ID.fullmatch(name):
         return hub_snapshot(name, weights=False)
-    raise ModelError(f"--tokenizer {name}: there is no such folder, and it is no Hugging Face id (owner/name)")
+    raise ModelError(f"--tokenizer {name}: there is no such folder, and it is not a Hugging Face id (owner/name)")
 
 
 def _template_text(given: str) -> str:
-    """The template itself. A text holds braces and a path does not."""
+    """The template's text. A text holds braces; a path does not."""
     if "{" in given:
         return given
     try:
@@ -138,7 +140,7 @@ def _template_text(given: str) -> str:
 
 
 def read_json(path: pathlib.Path) -> dict:
-    """An object from a file, or {} where there is no such file. Raises ModelError for what is not JSON."""
+    """An object from a file, or {} if there is no such file. Raises ModelError if it is not JSON."""
     try:
         data = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,11 +1,11 @@
 """Tensors between processes of one machine, through one anonymous shared-memory file (a memfd).
 
-Nothing has a name in /dev/shm, so nothing can be left behind there: the memory goes with its last process. The file is cut into
-one segment per process. Only its owner allocates in a segment, so there is no lock; a reader gives a reference back by setting
-a byte that is its own, and the owner collects such bytes when it looks for room. Ids carry a generation, so a stale one is
-noticed instead of reading another tensor. May be used by one thread of a process at a time.
+Nothing has a name in /dev/shm, so nothing can be left behind there: the memory is freed with its last process. The file is cut
+into one segment per process. Only its owner allocates in a segment, so there is no lock; a reader gives a reference back by
+setting a byte of its own, and the owner collects such bytes when it needs room. Ids carry a generation, so a stale one is an
+error and does not read another tensor. Only one thread of a process may use the arena at a time.
 
-The memory order needed is that of the message that carries an id (a system call on both sides).
+The required memory order comes from the message that carries an id (a system call on both sides).
 """
 
 import mmap
@@ -22,7 +22,7 @@ from slipstream.transport.buddy import Buddy
 MAX_DIMS = 6
 ENTRIES = 4096  # tensors of one segment at a time; a power of two
 MAX_PEERS = 16
-_SWEEP = 2 << 20  # bytes, or 256 tensors, between two looks for what was released: warm blocks are used again soon
+_SWEEP = 2 << 20  # bytes, or 256 tensors, between two collections of released blocks, so that warm blocks are used again soon
 _HEAD = struct.Struct("<8sqq")
 _ENTRY = struct.Struct("<QQQ8sQ6Q")  # generation (0: free), offset, nbytes, dtype, ndim, shape
 _STRIDE = 96
@@ -34,9 +34,9 @@ _FLAGS = ENTRIES * MAX_PEERS
 
 
 class Arena:
-    """One process's end of the arena. `create` makes the file, `Arena(fd, peer)` joins it as its peer number `peer`.
+    """One process's end of the arena. `create` makes the file; `Arena(fd, peer)` joins it as peer number `peer`.
 
-    Joining sweeps what an earlier process of the same number has left: every id of it is stale afterwards.
+    Joining reclaims the tensors of an earlier process with the same number; all of its ids are stale afterwards.
     """
 
     def __init__(self, fd: int, peer: int):
@@ -53,10 +53,10 @@ class Arena:
             for p in range(self.peers)
         ]
         self._generations = np.frombuffer(self._map, np.uint64, ENTRIES, self._base(peer) + _TABLE)
-        self._pending = np.zeros((ENTRIES, MAX_PEERS), np.uint8)  # readers that have not been seen to release
+        self._pending = np.zeros((ENTRIES, MAX_PEERS), np.uint8)  # readers whose release has not been seen
         self._live = np.zeros(ENTRIES, bool)
         self._offsets = [0] * ENTRIES
-        self._entries = list(range(ENTRIES - 1, -1, -1))  # free ones
+        self._entries = list(range(ENTRIES - 1, -1, -1))  # free entries
         self._extra: dict[int, int] = {}  # references of this process beyond the first
         self._unswept = 0
         self._map[self._base(peer) : self._base(peer) + _TABLE] = bytes(_TABLE)
@@ -64,9 +64,9 @@ class Arena:
 
     @classmethod
     def create(cls, peers: int, segment_bytes: int = 64 << 20) -> int:
-        """A new arena's descriptor, to be inherited or sent. `segment_bytes` is a power of two; its pages come when touched."""
+        """A new arena's descriptor, to be inherited or sent. `segment_bytes` is a power of two; pages are added on touch."""
         if not 1 <= peers <= MAX_PEERS:
-            raise ValueError(f"peers: {peers} is not between 1 and {MAX_PEERS}")
+            raise ValueError(f"peers: must be from 1 to {MAX_PEERS}, not {peers}")
         Buddy(segment_bytes)  # checks the size
         fd = os.memfd_create("slipstream-arena", os.MFD_CLOEXEC)
         os.ftruncate(fd, _PAGE + peers * (_TABLE + _GENERATIONS + _FLAGS + segment_bytes))
@@ -78,7 +78,7 @@ class Arena:
 
     @property
     def live(self) -> int:
-        """Tensors of this process that somebody may still read."""
+        """This process's tensors that a reader may still read."""
         self._collect()
         return ENTRIES - len(self._entries)
 
@@ -106,7 +106,7 @@ class Arena:
 
     def _put(self, array: np.ndarray, mask: np.ndarray, deadline: float, taken: list[int]) -> int:
         if array.dtype.hasobject or array.dtype.fields or array.ndim > MAX_DIMS or len(array.dtype.str) > 8:
-            raise TransportError(f"a tensor of {array.dtype} with {array.ndim} dimensions cannot be carried")
+            raise TransportError(f"a tensor of {array.dtype} with {array.ndim} dimensions cannot be sent")
         entry, offset = self._room(array.nbytes, deadline)
         taken.append(entry)
         self._offsets[entry] = offset
@@ -166,10 +166,10 @@ class Arena:
         """(owner, entry, fields) of an id that is live, else raises."""
         owner, entry, generation = id >> 48, id >> 32 & 0xFFFF, id & 0xFFFFFFFF
         if not (0 <= owner < self.peers and entry < ENTRIES and generation):
-            raise TransportError(f"{id} is no tensor id")
+            raise TransportError(f"{id} is not a tensor id")
         fields = _ENTRY.unpack_from(self._map, self._base(owner) + entry * _STRIDE)
         if fields[0] != generation or self._flags[owner][entry, self.peer]:
-            raise TransportError(f"tensor {id} is released")
+            raise TransportError(f"tensor {id} was released")
         return owner, entry, fields
 
     def get(self, ids: Sequence[int]) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
-"""What carries tensors from one process to others: integer ids in messages, bytes elsewhere.
+"""The interface that carries tensors between processes: integer ids travel in messages, bytes elsewhere.
 
-A transport moves bytes; who may read what, and when, is decided above it. `arena` is shared memory of one machine; CUDA IPC,
-NIXL and Mooncake fit the same four calls. Imports numpy only.
+A transport moves bytes. The rooms above decide which process may read which tensor, and when. `arena` is shared memory of one
+machine; CUDA IPC, NIXL and Mooncake fit the same calls. Imports numpy only.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from slipstream.errors import SlipstreamError
 
 
 class TransportError(SlipstreamError):
-    """A tensor that cannot be carried, or an id that no longer (or never) named one."""
+    """A tensor that cannot be sent, or an id that does not name a live tensor."""
 
 
 class TransportFull(TransportError):
-    """No room now. The message says how much was asked for and what holds the rest."""
+    """No room now. The message gives the requested bytes and the tensors that hold the rest."""
 
 
 class Transport(Protocol):
     """One process's end. `peer` is this process's number among those that share the transport, from 0.
 
-    Calls are batched: each takes many tensors and costs the same per tensor however many there are. A call that raises has
+    Calls are batched: each takes many tensors, and the cost per tensor does not depend on their number. A call that raises has
     changed nothing.
     """
 
@@ -32,7 +32,7 @@ class Transport(Protocol):
     def put(self, arrays: Sequence[np.ndarray], readers: Sequence[int], wait: float = 0.0) -> list[int]:
         """Copies arrays in and gives each reader one reference on each. Returns ids (positive, below 2**63).
 
-        Waits up to `wait` seconds for room, then raises TransportFull. Raises TransportError for what can never fit.
+        Waits up to `wait` seconds for room, then raises TransportFull. Raises TransportError for tensors that can never fit.
         """
         ...
 
@@ -45,9 +45,9 @@ class Transport(Protocol):
         ...
 
     def release(self, ids: Sequence[int]) -> None:
-        """Gives one reference of this process back. The last one of all readers returns the memory to its owner."""
+        """Gives back one reference of this process on each id. The last one of all readers returns the memory to its owner."""
         ...
 
     def forget(self, peer: int) -> None:
-        """That process is gone: its references on this process's tensors are released."""
+        """Process `peer` is gone: releases its references on this process's tensors."""
         ...

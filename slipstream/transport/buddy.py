@@ -11,7 +11,7 @@ class Buddy:
         self.unit = unit
         self.top = (size // unit).bit_length() - 1
         if size != unit << self.top:
-            raise ValueError(f"size {size} is not {unit} times a power of two")
+            raise ValueError(f"size {size} must be {unit} times a power of two")
         self.size = size
         self.free_bytes = size
         self._free: list[dict[int, None]] = [{} for _ in range(self.top + 1)]  # by order: offsets, as an ordered set

@@ -53,9 +53,9 @@ def test_a_good_model_passes():
         ([*GOOD, Edge("in.other", "hear.audio")], "hear.audio is fed by in.audio and by in.other"),
         ([*GOOD[:2], Loop("talk.code", "talk.back"), *GOOD[3:]], "a loop needs a stop condition"),
         ([*GOOD[:2], Loop("talk.code", "talk.back", Until(0)), *GOOD[3:]], "a loop needs a stop condition"),
-        ([*GOOD[:2], Loop("talk.code", "talk.back", Until(3, "end")), *GOOD[3:]], "stop signal end is no output of talk"),
-        ([IN, Edge("hear.text", "out.text"), Edge("out.x", "hear.audio")], "out.x stands at the wrong end"),
-        ([Edge("in", "hear.audio")], "'in' is not written component.port"),
+        ([*GOOD[:2], Loop("talk.code", "talk.back", Until(3, "end")), *GOOD[3:]], "stop signal end is not an output of talk"),
+        ([IN, Edge("hear.text", "out.text"), Edge("out.x", "hear.audio")], "out.x is at the wrong end"),
+        ([Edge("in", "hear.audio")], "'in' must be written component.port"),
         ([IN], "needs an edge from in. and one to out."),
     ],
 )
@@ -94,13 +94,13 @@ def test_a_window_that_cannot_hold_a_chunk_is_refused_with_the_least_that_can(po
     check(stream(window=least))
     check(stream(window=2, piece=max(1, least - 1)))
     if least > 1:
-        with pytest.raises(ConfigError, match=f"in.x -> eat.x: it would stall: .* window must be at least {least}, or say"):
+        with pytest.raises(ConfigError, match=f"in.x -> eat.x: it would stall: .* window must be at least {least}, or piece="):
             check(stream(window=least - 1))
 
 
 def test_a_stream_that_is_wanted_whole_is_refused():
     eat = component("eat", {"x": "array/partial"}, {"y": "array"})
-    with pytest.raises(ConfigError, match=r"in.x -> eat.x: Whole\(\) uses no piece .* use Edge"):
+    with pytest.raises(ConfigError, match=r"in.x -> eat.x: Whole\(\) does not use a piece .* use Edge"):
         check(model(Stream("in.x", "eat.x", Whole(), window=99), Stream("eat.y", "out.y"), components=(eat,)))
 
 

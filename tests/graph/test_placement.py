@@ -38,7 +38,7 @@ def test_the_known_model_is_placed_and_every_name_is_told_apart():
         (lambda p: p["settings"].update(ears={}), "settings: model voice has no component ears"),
         (lambda p: p["settings"]["llm"].update(weights=["a"]), "settings: llm: weights"),
         (lambda p: p.update(model="slipstream.components.voice:NOTHING"), "cannot be imported"),
-        (lambda p: p.update(model="os:path"), "is no model"),
+        (lambda p: p.update(model="os:path"), "is not a model"),
     ],
 )
 def test_a_placement_that_cannot_serve_is_refused_by_name(tmp_path, change, says):
@@ -57,7 +57,9 @@ def test_a_step_longer_than_the_wished_itl_is_refused_beside_a_decoder(tmp_path)
     del p["groups"]["hear"]
     file = tmp_path / "p.yaml"
     file.write_text(yaml.safe_dump(p))
-    with pytest.raises(ConfigError, match="group write: a step of component encoder takes 500 ms.*component decoder beside it"):
+    with pytest.raises(
+        ConfigError, match="group write: a step of component encoder takes 500 ms.*component decoder in the same group"
+    ):
         load(str(file))
     file.write_text(yaml.safe_dump({**p, "target_itl_ms": 600}))
     placement, model = load(str(file))

@@ -236,7 +236,7 @@ def test_ff70_a_codec_that_ends_before_its_input_is_caught():
     w.on(Open(1, "e", ("y",)))
     feed(w, 1, 0, [1], last=False)
     drive(w)
-    assert w.effects[-1] == Failed(1, "echo", "it ended before its input did")
+    assert w.effects[-1] == Failed(1, "echo", "it ended before its input")
 
 
 def test_a_raise_or_a_refusal_ends_its_rows_and_names_the_component():

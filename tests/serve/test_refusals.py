@@ -104,6 +104,26 @@ def test_ff80_a_bad_parameter_is_named_and_changes_nothing(front, base, change, 
     assert not front.leader.requests and front.front.engine.live == 0
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"temperature": 5}, "temperature: must be at most 2.0, not 5"),
+        ({"n": 0}, "n: must be at least 1, not 0"),
+        ({"top_k": 1.5}, "top_k: must be an integer or null, not a number"),
+        ({"stop": ["a", 3]}, "stop[1]: must be a string, not an integer"),
+        ({"stop": ""}, "stop: must have at least 1 character"),
+        ({"logit_bias": {"5": 200}}, "logit_bias: must be at most 100.0"),
+        ({"prompt": [1, -2]}, "prompt[1]: must be at least 0, not -2"),
+        ({"logit_bias": {"9999999": 1}}, "logit_bias: keys must be token ids from 0 to "),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens: must be at most max_tokens, 3, not 4"),
+        ({"best_of": 3, "n": 2}, "best_of: must equal n, which is 2, not 3"),
+    ],
+)
+def test_a_refusal_says_which_value_was_wrong_and_what_would_be_right(front, fields, message):
+    r = front.client.post("/v1/completions", json={"prompt": "x", **fields})
+    assert r.status_code == 400 and r.json()["error"]["message"].startswith(message)
+
+
 @pytest.mark.parametrize("text,param", [("NaN", "temperature"), ("Infinity", "temperature"), ("1e999", "temperature")])
 def test_a_temperature_that_is_no_number_is_named(front, text, param):
     raw = b'{"prompt": "x", "temperature": %s}' % text.encode()

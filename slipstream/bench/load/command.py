@@ -17,7 +17,7 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 if every request went well (and the comparison held), else 1."""
+    """Exit status 0 if every request succeeded (and the comparison held), else 1."""
     if args.workload == "parity":
         return parity_run.run(args)
     if args.workload == "voice":
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
                 asyncio.run(trace.fetch(url, server.key_of(args), min(60.0, figures.get("seconds", 1.0))))
             )
             if not shares:
-                raise ConfigError("--trace: the timeline shows no device span")
+                raise ConfigError("--trace: the timeline has no device spans")
             figures |= shares
     report.table(f"{args.workload} · {target.model}", figures)
     if args.json:
@@ -49,12 +49,12 @@ def _shape(args: argparse.Namespace) -> Shape:
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(Shape) if hasattr(args, f.name)}
     shape = Shape(**given).scaled(args.scale)
     if shape.burst_input_min > shape.burst_input_max:
-        raise ConfigError("--burst-input-min is above --burst-input-max")
+        raise ConfigError("--burst-input-min must be at most --burst-input-max")
     return shape
 
 
 def _measure(args: argparse.Namespace, target: Target) -> tuple[list[Record], dict[str, typing.Any]]:
-    """Warms up, runs the workload, and returns what was seen and its figures."""
+    """Warms up, runs the workload, and returns the records and their figures."""
     task = _plan(args, target)
     workloads.check_fit(task.jobs, target.max_len)
     at_once = len(task.jobs) if task.drive in ("timed", "burst") else task.concurrency
@@ -74,7 +74,7 @@ def _plan(args: argparse.Namespace, target: Target) -> Task:
     seed = args.seed
     if args.workload == "multi-turn":
         if not target.token_ids:
-            raise ConfigError("multi-turn sends the answers' own tokens back, and this server does not honour return_token_ids")
+            raise ConfigError("multi-turn sends the answers' tokens back, and this server does not support return_token_ids")
         limit = min(args.max_len or target.max_len or 4096, target.max_len or 2**31)
         talks = workloads.conversations(args.conversations, limit, args.leave, seed, args.scale)
         return Task(target, "turns", seed, args.concurrency, conversations=talks, keep_ids=True)
@@ -90,7 +90,7 @@ def _plan(args: argparse.Namespace, target: Target) -> Task:
 
 
 def _warm_up(args: argparse.Namespace, target: Target, processes: int) -> None:
-    """A short run of the mix with other prompts; its figures are dropped, its errors are not."""
+    """A short run of the mix with other prompts. Its figures are dropped; its errors count."""
     concurrency = getattr(args, "concurrency", 8)
     count = concurrency if args.warmup is None else args.warmup
     if count <= 0:
@@ -111,7 +111,7 @@ def _warm_up(args: argparse.Namespace, target: Target, processes: int) -> None:
 def _document(
     args: argparse.Namespace, target: Target, figures: dict[str, typing.Any], records: list[Record]
 ) -> dict[str, typing.Any]:
-    """What `--json` writes. Times of requests are seconds since the first was sent."""
+    """The content of the `--json` file. Times of requests are seconds since the first was sent."""
     start = min((r.sent for r in records), default=0.0)
     hidden = {"api_key", "json", "plot"}
     return {

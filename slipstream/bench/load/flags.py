@@ -7,10 +7,10 @@ from slipstream.bench.load.workloads import Shape
 
 WORKLOADS = {
     "closed": "a fixed number of requests in flight",
-    "rate": "requests that arrive at random, so many a second",
-    "burst": "long prompts all at once beside decoding streams",
+    "rate": "requests that arrive at random, at a given rate",
+    "burst": "long prompts that arrive at once while other streams decode",
     "multi-turn": "conversations with their real history; some clients leave",
-    "voice": "a voice server: how well and how soon it hears, answers and speaks",
+    "voice": "a voice server: quality and latency of transcription, answers and speech",
     "parity": "a fixed set of prompts, compared between servers, settings or loads",
 }
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -57,18 +57,20 @@ def _common(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("server")
     group.add_argument("--base-url", metavar="URL", help=f"the server (default: {DEFAULT_URL})")
     group.add_argument("--serve", metavar="ARGS", help="run `slipstream serve ARGS` for the measurement instead")
-    group.add_argument("--model", help="the model's name there (default: the first that it names)")
+    group.add_argument("--model", help="the model's name on the server (default: the first that it lists)")
     group.add_argument("--api-key", metavar="KEY", help="the server's key (or SLIPSTREAM_API_KEY)")
     group.add_argument("--vocab", type=positive, metavar="N", help="token ids below N are valid (default: asked of the server)")
     group.add_argument(
         "--timeout", type=above_zero, default=600.0, metavar="S", help="seconds without a byte that count as an error"
     )
     group = sub.add_argument_group("client")
-    group.add_argument("--seed", type=int, default=0, help="decides prompts, order and arrivals")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts, order and arrivals")
     group.add_argument(
         "--scale", type=above_zero, default=1.0, help="multiplies all lengths, for a short context or a slow device"
     )
-    group.add_argument("--processes", type=positive, metavar="N", help="processes of the client (default: by the machine)")
+    group.add_argument(
+        "--processes", type=positive, metavar="N", help="the client's processes (default: by the number of cores)"
+    )
     group.add_argument("--json", metavar="FILE", help="write the figures and each request's record")
     if not sub.prog.endswith(("parity", "voice")):
         group.add_argument("--plot", metavar="FILE.png", help="draw latencies and gaps")
@@ -78,14 +80,22 @@ def _common(sub: argparse.ArgumentParser) -> None:
 
 def _mix_flags(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("lengths, in tokens")
-    group.add_argument("--input-len", type=positive, default=Shape.input_len, metavar="N", help="short prompts (default: 200)")
     group.add_argument(
-        "--long-input-len", type=positive, default=Shape.long_input_len, metavar="N", help="long prompts (default: 3000)"
+        "--input-len", type=positive, default=Shape.input_len, metavar="N", help="length of short prompts (default: 200)"
+    )
+    group.add_argument(
+        "--long-input-len",
+        type=positive,
+        default=Shape.long_input_len,
+        metavar="N",
+        help="length of long prompts (default: 3000)",
     )
     group.add_argument(
         "--long-share", type=share, default=Shape.long_share, metavar="X", help="share of long prompts (default: 0.2)"
     )
-    group.add_argument("--output-len", type=positive, default=Shape.output_len, metavar="N", help="answers (default: 256)")
+    group.add_argument(
+        "--output-len", type=positive, default=Shape.output_len, metavar="N", help="length of answers (default: 256)"
+    )
 
 
 def _closed_flags(sub: argparse.ArgumentParser) -> None:
@@ -102,16 +112,22 @@ def _rate_flags(sub: argparse.ArgumentParser) -> None:
 
 def _burst_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--prompts", type=positive, default=8, metavar="N", help="prompts of the burst (default: 8)")
-    sub.add_argument("--streams", type=positive, default=16, metavar="N", help="streams that decode beside it (default: 16)")
     sub.add_argument(
-        "--burst-delay", type=above_zero, default=2.0, metavar="S", help="seconds that they decode before (default: 2)"
+        "--streams", type=positive, default=16, metavar="N", help="streams that decode at the same time (default: 16)"
+    )
+    sub.add_argument(
+        "--burst-delay",
+        type=above_zero,
+        default=2.0,
+        metavar="S",
+        help="seconds that they decode before the burst (default: 2)",
     )
     group = sub.add_argument_group("lengths, in tokens")
     group.add_argument(
-        "--input-len", type=positive, default=Shape.input_len, metavar="N", help="the streams' prompts (default: 200)"
+        "--input-len", type=positive, default=Shape.input_len, metavar="N", help="length of the streams' prompts (default: 200)"
     )
     for name, help in (
-        ("stream_output_len", "the streams' answers"),
+        ("stream_output_len", "length of the streams' answers"),
         ("burst_input_min", "shortest prompt of the burst"),
         ("burst_input_max", "longest prompt of the burst"),
         ("burst_output_len", "their answers"),
@@ -131,27 +147,31 @@ def _turn_flags(sub: argparse.ArgumentParser) -> None:
 def _parity_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--against", metavar="URL", help="compare with this server")
     sub.add_argument("--against-serve", metavar="ARGS", help="compare with `slipstream serve ARGS`, run after the first")
-    sub.add_argument("--save", metavar="FILE", help="write the answers, to compare with later")
+    sub.add_argument("--save", metavar="FILE", help="write the answers to this file, for a later --load")
     sub.add_argument("--load", metavar="FILE", help="compare with the answers in this file")
     sub.add_argument("--prompts", type=positive, default=48, metavar="N", help="prompts of the set (default: 48)")
     sub.add_argument(
         "--concurrency", type=counts, default=[1, 8, 32], metavar="C,C", help="requests in flight (default: 1,8,32)"
     )
-    sub.add_argument("--longest", type=positive, default=3000, metavar="N", help="the longest prompt (default: 3000)")
-    sub.add_argument("--output-len", type=positive, default=64, metavar="N", help="answers (default: 64)")
+    sub.add_argument("--longest", type=positive, default=3000, metavar="N", help="length of the longest prompt (default: 3000)")
+    sub.add_argument("--output-len", type=positive, default=64, metavar="N", help="length of answers (default: 64)")
     sub.add_argument(
-        "--margin", type=above_zero, default=1e-3, metavar="X", help="nats under which a tie may flip (default: 0.001)"
+        "--margin", type=above_zero, default=1e-3, metavar="X", help="a difference below X nats is a near-tie (default: 0.001)"
     )
-    sub.add_argument("--max-flips", type=int, metavar="N", help="near-ties allowed to flip (default: any number)")
+    sub.add_argument("--max-flips", type=int, metavar="N", help="the most near-ties allowed (default: any number)")
     sub.add_argument("--sets", choices=("both", "greedy", "seeded"), default="both", help="which answers to compare")
 
 
 def _voice_flags(sub: argparse.ArgumentParser) -> None:
     group = sub.add_argument_group("work")
-    group.add_argument("--sentences", type=positive, default=50, metavar="N", help="of the ceiling, at most 50 (default: 50)")
-    group.add_argument("--questions", type=positive, default=8, metavar="N", help="spoken, one at a time (default: 8)")
+    group.add_argument(
+        "--sentences", type=positive, default=50, metavar="N", help="sentences of the ceiling, at most 50 (default: 50)"
+    )
+    group.add_argument(
+        "--questions", type=positive, default=8, metavar="N", help="spoken questions, one at a time (default: 8)"
+    )
     group.add_argument("--at-once", type=positive, default=8, metavar="N", help="conversations at the same time (default: 8)")
-    group.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="of an answer (default: 64)")
+    group.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="length of an answer (default: 64)")
 
 
 _FLAGS: dict[str, typing.Callable[[argparse.ArgumentParser], None]] = {

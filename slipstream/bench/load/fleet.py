@@ -1,4 +1,4 @@
-"""The client's processes: started together, watched, and gathered. Nothing that a process saw is lost in silence."""
+"""The client's processes: starts them together, watches them, gathers their records. No loss goes unnoticed."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -15,16 +15,16 @@ from slipstream.errors import SlipstreamError
 
 
 class ClientFailed(SlipstreamError):
-    """A process of the load generator itself failed; the figures would be wrong, so there are none."""
+    """A process of the load generator failed; the figures would be wrong, so none are shown."""
 
 
 def default_processes(concurrency: int) -> int:
-    """Several, so that the client is not what is measured, but never more than half the cores (two at least)."""
+    """The number of client processes: several, so that it does not limit the result; at most half the cores; at least 2."""
     return max(1, min(concurrency, max(2, min(8, len(os.sched_getaffinity(0)) // 2))))
 
 
 def run(task: Task, processes: int, progress: typing.Callable[[int], None] | None = None) -> list[Record]:
-    """Sends the whole workload; records in the order of sending. Raises ClientFailed where a process dies."""
+    """Sends the whole workload; returns records in the order of sending. Raises ClientFailed if a process dies."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes + 1)
     shared = Shared(
@@ -52,7 +52,7 @@ def run(task: Task, processes: int, progress: typing.Callable[[int], None] | Non
 
 
 def _start(shared: Shared, children: list[tuple[typing.Any, typing.Any]]) -> None:
-    """Waits until every process is up, then lets them go at the same time."""
+    """Waits until every process is ready, then starts them at the same time."""
     deadline = time.monotonic() + 60
     while shared.barrier.n_waiting < len(children):
         if any(child.exitcode is not None for child, _ in children) or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The dense table of GPUs: starts a server of random weights, runs the workloads, and writes them beside committed figures.
+"""The dense table of GPUs: starts a server of random weights, runs the workloads, and compares them with committed figures.
 
     python -m slipstream.bench.load.gpu_table [--quick] [--markdown docs/benchmarks.md]
 
@@ -23,11 +23,11 @@ from slipstream.bench.load.report import label, shown
 from slipstream.bench.load.server import own_server
 
 Figures = dict[str, typing.Any]
-Peer = dict[str, tuple[str, str]]  # figure -> (the peer's, what is wanted)
+Peer = dict[str, tuple[str, str]]  # figure -> (the peer's, our target)
 
 SERVE = "--load-format dummy --no-enable-prefix-caching --max-model-len 32768 --max-num-seqs 128 --enable-debug"
 SHAPE = str(pathlib.Path(__file__).parents[1] / "shapes" / "qwen3-8b")
-IDLE = "device_idle_percent_rank_0"  # shown where `--bench --trace` asked for it
+IDLE = "device_idle_percent_rank_0"  # shown if `--bench --trace` is given
 LATENCIES = ("itl_p50_ms", "itl_p99_ms", "itl_p999_ms", "gaps_over_50_ms", "worst_gap_ms")
 FIRST = ("ttft_short_p50_ms", "ttft_long_p50_ms")
 BURST = ("decode_chunks_per_s_per_stream", "prefill_ktok_per_s", "worst_gap_in_window_ms", "ttft_burst_p50_ms")
@@ -77,7 +77,7 @@ WORKLOADS = (
 
 
 def measure(url: str, workload: Workload, args: argparse.Namespace) -> Figures:
-    """Runs one workload in a process of its own; raises RuntimeError with its output where it wrote no figures."""
+    """Runs one workload in a process of its own; raises RuntimeError with its output if it wrote no figures."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "figures.json")
         words = [*shlex.split(workload.full), *shlex.split(workload.quick if args.quick else ""), *shlex.split(args.bench)]
@@ -111,9 +111,9 @@ def run_server(arguments: str, args: argparse.Namespace) -> tuple[float, dict[st
 
 
 def table(runs: dict[str, tuple[float, dict[str, Figures]]]) -> str:
-    """A Markdown table: one row a figure, one column a mode, beside the peer's figure and what is wanted."""
+    """A Markdown table: one row a figure, one column a mode, with the peer's figure and our target."""
     modes = list(runs)
-    lines = ["| work | figure | vLLM 0.24.0 | wanted | " + " | ".join(modes) + " |", "|---" * (4 + len(modes)) + "|"]
+    lines = ["| work | figure | vLLM 0.24.0 | target | " + " | ".join(modes) + " |", "|---" * (4 + len(modes)) + "|"]
     lines.append("| start | to ready, s | 152 | <= 30 | " + " | ".join(f"{runs[m][0]:.1f}" for m in modes) + " |")
     for w in WORKLOADS:
         if not any(w.name in runs[m][1] for m in modes):
@@ -142,11 +142,13 @@ def machine() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m slipstream.bench.load.gpu_table", description=__doc__)
-    parser.add_argument("--model", default=SHAPE, help="a folder with config.json (default: Qwen3-8B's, as the figures beside)")
-    parser.add_argument("--serve", default="-tp 2", help="more arguments of `slipstream serve` (default: -tp 2)")
-    parser.add_argument("--bench", default="", help="more arguments of every workload")
+    parser.add_argument(
+        "--model", default=SHAPE, help="a folder with config.json (default: Qwen3-8B's, as in the peer's figures)"
+    )
+    parser.add_argument("--serve", default="-tp 2", help="further arguments of `slipstream serve` (default: -tp 2)")
+    parser.add_argument("--bench", default="", help="further arguments of every workload")
     parser.add_argument("--scheduling", default="async,serial", help="modes, one server each (default: async,serial)")
-    parser.add_argument("--only", type=lambda t: t.split(","), help="workloads, by name or first word")
+    parser.add_argument("--only", type=lambda t: t.split(","), help="workloads to run, by name or first word")
     parser.add_argument("--quick", action="store_true", help="120 requests where the table has 480")
     parser.add_argument("--vocab", type=int, help="token ids below are valid (default: asked of the server)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one workload")

@@ -2,8 +2,8 @@
 
 The fixed set runs greedy and seeded at each concurrency. Two answers agree if they are equal, or if their first difference is a
 near-tie, which the order of a batch's sums may flip: with the history up to there, the log probabilities of both tokens (for a
-seeded answer with the noise of Slipstream's draw added) are nearer than the margin. Near-ties are counted. Another engine
-draws its own noise, so seeded answers can only be compared between servers of ours.
+seeded answer with the noise of Slipstream's draw added) differ by less than the margin. Near-ties are counted. Another
+engine draws its own noise, so seeded answers can only be compared between Slipstream servers.
 """
 
 import json
@@ -24,13 +24,13 @@ Answers = dict[str, list[list[int] | str]]  # "greedy/8" -> for each prompt its 
 
 
 class Flip(msgspec.Struct, frozen=True):
-    """Where two answers part."""
+    """The first difference of two answers."""
 
     setting: str
     prompt: int
     step: int
     tokens: tuple[int, int]
-    margin: float | None  # distance from a tie, in nats; None where it could not be asked
+    margin: float | None  # distance from a tie, in nats; None if the server did not report it
 
 
 class Verdict(msgspec.Struct):
@@ -42,7 +42,7 @@ class Verdict(msgspec.Struct):
 
     @property
     def differences(self) -> list[Flip]:
-        """Where answers part, those first that are no near-ties."""
+        """The differences, with those that are not near-ties first."""
         return [*self.wrong, *self.flips]
 
     def figures(self) -> dict[str, typing.Any]:
@@ -69,7 +69,7 @@ def collect(
 ) -> Answers:
     """Runs every set ("greedy", "seeded") at every concurrency."""
     if not target.token_ids:
-        raise ConfigError("parity compares token ids, and this server does not honour return_token_ids")
+        raise ConfigError("parity compares token ids, and this server does not support return_token_ids")
     out: Answers = {}
     before = 0
     for concurrency in concurrencies:
@@ -121,9 +121,9 @@ def _judge(
 
 
 async def tie_gap(target: Target, history: list[int], pair: tuple[int, int], seed: int | None) -> float | None:
-    """How far two tokens after `history` are from a tie, in nats; None where the server does not tell.
+    """How far two tokens after `history` are from a tie, in nats; None if the server does not report it.
 
-    Greedy: how far the worse of both is from the best token. Seeded: the difference of both after the noise of the draw.
+    Greedy: the distance of the less likely one from the best token. Seeded: the difference of both with the draw's noise.
     """
     async with Client(target.base_url, target.key, target.timeout) as client:
         seen = [await _logprobs(client, target.model, history, token) for token in pair]

@@ -1,4 +1,4 @@
-"""`slipstream bench parity`: which two sides are compared, and what is printed."""
+"""`slipstream bench parity`: chooses the two sides and prints the result."""
 
 import argparse
 import asyncio
@@ -19,9 +19,7 @@ def run(args: argparse.Namespace) -> int:
     if len(others) > 1:
         raise ConfigError(f"--{others[0].replace('_', '-')} and --{others[1].replace('_', '-')} exclude each other")
     if not others and not args.save and len(args.concurrency) < 2:
-        raise ConfigError(
-            "parity needs something to compare: --against, --against-serve, --load, or two values of --concurrency"
-        )
+        raise ConfigError("parity needs a second side: --against, --against-serve, --load, or two values of --concurrency")
     with server.chosen(args.base_url, args.serve) as url:
         target = server.target_of(args, url)
         sets, params = _plan(args, target)
@@ -57,7 +55,7 @@ def _answers(args: argparse.Namespace, target: Target, sets: dict[str, list[Job]
 
 
 def _same_model(args: argparse.Namespace, first: Target, url: str) -> Target:
-    """The other server, asked with the first one's vocabulary. Its model may have another name."""
+    """The other server, with the first one's vocabulary. Its model may have another name."""
     args = argparse.Namespace(**{**vars(args), "vocab": first.vocab, "model": None})
     return server.target_of(args, url)
 

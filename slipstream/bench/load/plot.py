@@ -1,4 +1,4 @@
-"""A picture of one run: how latencies are distributed, and when the gaps came. Needs matplotlib (a development extra)."""
+"""A picture of one run: the latencies' distribution, and the gaps over time. Needs matplotlib (a development extra)."""
 
 import typing
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def check() -> None:
-    """Raises ConfigError before the measuring, not after it, where the library is missing."""
+    """Raises ConfigError if the library is missing. Call it before the measurement."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -48,7 +48,7 @@ def write(path: str, title: str, records: Sequence[Record]) -> None:
 
 
 def _curves(axis: typing.Any, groups: dict[str, np.ndarray]) -> None:
-    """Milliseconds over percentiles, stretched towards 100 so that a tail of one in a thousand is seen."""
+    """Milliseconds over percentiles, stretched towards 100 so that a tail of 0.1 % is visible."""
     longest = 1
     for kind, values in groups.items():
         if len(values):

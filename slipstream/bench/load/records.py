@@ -1,22 +1,22 @@
-"""What is planned and what was seen, as plain values that cross between the client's processes as msgpack."""
+"""Planned requests and recorded results: plain values that the client's processes exchange as msgpack."""
 
 import msgspec
 import numpy as np
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One request to send. Its prompt is a function of (seed, index), so it never has to be shipped."""
+    """One request to send. Its prompt is a function of (seed, index), so it is never sent between processes."""
 
     index: int
     kind: str  # "short", "long", "stream", "burst", "turn"
     prompt_len: int
     output_len: int
-    at: float = 0.0  # seconds after the start, for arrivals that are given in advance
+    at: float = 0.0  # seconds after the start, for arrivals planned in advance
     seed: int | None = None  # None: greedy; else temperature 1 with this seed
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One turn: the user's new tokens, the answer's length, and after how many of its tokens the client leaves."""
+    """One turn: the user's new tokens, the answer's length, and the number of its tokens after which the client leaves."""
 
     new_len: int
     output_len: int
@@ -29,12 +29,12 @@ class Conversation(msgspec.Struct, frozen=True):
 
     @property
     def expected(self) -> int:
-        """Turns that end, if the server does its part: those before the one in which the client leaves."""
+        """The turns that should end: those before the one in which the client leaves."""
         return sum(t.leave_after is None for t in self.turns)
 
 
 class Record(msgspec.Struct):
-    """What one request met. Times are `time.monotonic()` seconds; chunk i brought counts[i] tokens at times[i]."""
+    """One request's result. Times are `time.monotonic()` seconds; chunk i brought counts[i] tokens at times[i]."""
 
     index: int
     kind: str
@@ -48,7 +48,7 @@ class Record(msgspec.Struct):
     left: bool = False  # the client left on purpose
     turn: int = 0
     cached_tokens: int | None = None
-    token_ids: list[int] = []  # kept where a later turn needs them
+    token_ids: list[int] = []  # kept if a later turn needs them
 
     @property
     def tokens(self) -> int:
@@ -60,7 +60,7 @@ class Record(msgspec.Struct):
 
 
 def token_range(vocab: int) -> tuple[int, int]:
-    """[low, high): ids away from both ends of the vocabulary, where special tokens live."""
+    """[low, high): ids away from both ends of the vocabulary, where special tokens are."""
     return min(1000, vocab // 4), max(vocab - vocab // 16, vocab // 4 + 1)
 
 

@@ -27,7 +27,7 @@ def table(title: str, figures: dict[str, typing.Any]) -> None:
 
 
 def label(name: str) -> tuple[str]:
-    """A figure's name for people: `itl_p999_ms` is "itl p99.9, ms"."""
+    """A figure's name in the table: `itl_p999_ms` is "itl p99.9, ms"."""
     unit = ""
     if name.endswith("_ms") and not name.endswith("over_50_ms"):
         name, unit = name[:-3], ", ms"
@@ -51,7 +51,7 @@ def write_json(path: str, report: dict[str, typing.Any]) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, gone when it ends; yields the function that says how many are done."""
+    """A progress bar on stderr, removed at its end; yields the function that sets how many are done."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""What the benchmark asks a server before it measures, and a server of its own for `--serve`."""
+"""The benchmark's questions to a server before it measures, and its own server for `--serve`."""
 
 import argparse
 import asyncio
@@ -60,7 +60,7 @@ async def probe(base_url: str, key: str | None, model: str | None, vocab: int | 
 
 
 async def _accepts(client: Client, body: dict[str, typing.Any]) -> typing.Any:
-    """The answer, or None where the server refuses the body (4xx)."""
+    """The answer, or None if the server refuses the body (4xx)."""
     try:
         return await client.request("POST", "/v1/completions", body)
     except ServerError as e:
@@ -70,7 +70,7 @@ async def _accepts(client: Client, body: dict[str, typing.Any]) -> typing.Any:
 
 
 async def _vocabulary(client: Client, model: str) -> int:
-    """The number of token ids that the server accepts, by bisection. A server that takes any id is given 32000."""
+    """The number of token ids that the server accepts, by bisection. 32000 if the server takes any id."""
 
     async def valid(token: int) -> bool:
         body = {"model": model, "prompt": [token, token], "max_tokens": 1, "temperature": 0}
@@ -80,7 +80,7 @@ async def _vocabulary(client: Client, model: str) -> int:
     if await valid(high):
         return 32000
     if not await valid(low):
-        raise NoServer("the server refuses prompts of token ids; give --vocab to skip this question")
+        raise NoServer("the server refuses prompts of token ids; set --vocab to skip this check")
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if await valid(middle) else (low, middle)
@@ -96,7 +96,7 @@ async def _returns_ids(client: Client, model: str, vocab: int) -> bool:
 
 @contextlib.contextmanager
 def own_server(arguments: str, wait: float = 600.0) -> Iterator[str]:
-    """Runs `slipstream serve ARGUMENTS` on a free port; yields its base URL once it is healthy, and ends it afterwards."""
+    """Runs `slipstream serve ARGUMENTS` on a free port; yields its base URL once it is healthy, then ends it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -1,9 +1,9 @@
-"""A soak: mixed shapes for minutes; fails if a request fails or the memory of a server's process goes on growing.
+"""A soak test: mixed requests for minutes. It fails if a request fails or the memory of a server's process keeps growing.
 
     python -m slipstream.bench.load.soak [--minutes 10] [--serve "smollm2-135m"]
 
 The memory is the anonymous memory (RssAnon) of every process of the server. The KV cache is small, so the first half of the run
-has touched all of it, and has met the sizes that matter; then nothing may grow.
+touches all of it and meets the relevant sizes; after that nothing may grow.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from slipstream.client.http import Client, ServerError
 
 SERVER = "--kv-cache-memory-bytes 268435456 --kv-offload-memory-bytes 67108864 --max-model-len 2048 --enable-debug"
 SAMPLE_S = 5.0
-GROWTH = 0.04  # of its memory at half time that a process may have gained at the end ...
-GROWTH_BYTES = 32 << 20  # ... or so many bytes, where that is more: a size that was met late
+GROWTH = 0.04  # the share of its half-time memory that a process may gain by the end ...
+GROWTH_BYTES = 32 << 20  # ... or this many bytes, if that is more: a size that was met late
 
 
 class Soak:
-    """Clients that send mixed requests until `end`, seconds of the monotonic clock, and what they saw."""
+    """Clients that send mixed requests until `end`, seconds of the monotonic clock, and their results."""
 
     def __init__(self, target: Target, seed: int, end: float):
         self.target, self.seed, self.end = target, seed, end
@@ -54,7 +54,7 @@ class Soak:
                 self.errors.append(str(e))
 
     def _body(self, rng: random.Random) -> dict[str, typing.Any]:
-        """A request of any length (short ones are the most) with what changes a step's shape or its sampling."""
+        """A request of any length (most are short) with parameters that change a step's shape or its sampling."""
         limit = self.target.max_len or 2048
         output = rng.randint(1, 48)
         length = min(round(2 ** rng.uniform(0, 11)), limit - output)
@@ -85,7 +85,7 @@ class Soak:
 
 
 def status(pid: int, key: str) -> int:
-    """A number of /proc/PID/status; of memory, in KB."""
+    """A number of /proc/PID/status; memory is in KB."""
     with open(f"/proc/{pid}/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith(key + ":"))
 
@@ -95,13 +95,13 @@ def children(pid: int) -> list[int]:
 
 
 def module(pid: int) -> str:
-    """What a process of the server is: the module that its Python runs."""
+    """The kind of a server process: the module that its Python runs."""
     words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     return next((word for word in words if word.startswith("slipstream.")), words[0])
 
 
 def growth(samples: list[int]) -> tuple[int, int, bool]:
-    """Bytes around half time, bytes at the end, and whether that is growth. Medians, since memory comes and goes."""
+    """Bytes around half time, bytes at the end, and whether that is growth. They are medians, since memory fluctuates."""
     tenth = max(1, len(samples) // 10)
     middle = len(samples) // 2
     before = int(statistics.median(samples[middle - tenth // 2 : middle - tenth // 2 + tenth]))

@@ -1,4 +1,4 @@
-"""What was said against what was meant: sentences to speak, texts made comparable, the word error rate. Standard library."""
+"""Compares spoken with intended text: sentences, text normalization, the word error rate. Standard library."""
 
 import re
 from collections.abc import Sequence
@@ -96,14 +96,14 @@ def _spell(match: re.Match) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Lower case, numbers written out, marks removed: what two texts that sound the same have in common."""
+    """The text in lower case, with numbers written out and marks removed, so that texts that sound the same are equal."""
     text = text.lower().replace("%", " percent ").replace("&", " and ").replace("$", " dollars ")
     text = _NUMBER.sub(_spell, text)
     return re.sub(r"[^a-z ]", "", re.sub(r"[-–—/\n]", " ", text)).split()
 
 
 def distance(want: Sequence[str], got: Sequence[str]) -> int:
-    """Words to insert, delete or replace to make one the other."""
+    """The number of words to insert, delete or replace to turn one text into the other."""
     row = list(range(len(got) + 1))
     for i, a in enumerate(want, 1):
         before, row[0] = row[0], i

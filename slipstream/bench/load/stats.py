@@ -18,7 +18,7 @@ STALL_MS = 1000.0
 
 
 def percentile(values: Sequence[float] | np.ndarray, q: float) -> float | None:
-    """The smallest value that at least q % of the values do not exceed (nearest rank); None of nothing."""
+    """The smallest value that at least q % of the values do not exceed (nearest rank); None for no values."""
     if not len(values):
         return None
     ordered = np.sort(np.asarray(values, dtype=float))
@@ -39,13 +39,13 @@ def ttft(record: Record) -> float:
 
 
 def tpot(record: Record) -> float | None:
-    """Milliseconds a token after the first chunk; None where there is only one chunk."""
+    """Milliseconds a token after the first chunk; None if there is only one chunk."""
     later = record.tokens - record.counts[0] if record.counts else 0
     return (record.times[-1] - record.times[0]) * 1e3 / later if later else None
 
 
 def summary(records: Sequence[Record]) -> dict[str, typing.Any]:
-    """The figures that every workload reports. Failed requests count as errors and nowhere else."""
+    """The figures that every workload reports. Failed requests count only as errors."""
     ok = [r for r in records if r.ok]
     out: dict[str, typing.Any] = {"requests": len(records), "completed": len(ok), **errors(records)}
     heard = [r for r in records if r.times]
@@ -88,16 +88,16 @@ def errors(records: Sequence[Record]) -> dict[str, typing.Any]:
 
 
 def window(records: Sequence[Record]) -> tuple[float, float] | None:
-    """A burst's window: from the first burst prompt sent to the last one's first token. None where none got a token."""
+    """A burst's window: from the first burst prompt sent to the last one's first token. None if none got a token."""
     prompts = [r for r in records if r.kind == "burst"]
     firsts = [r.times[0] for r in prompts if r.times]
     return (min(r.sent for r in prompts), max(firsts)) if firsts else None
 
 
 def burst(records: Sequence[Record]) -> dict[str, typing.Any]:
-    """What a burst does to the streams beside it, inside its window.
+    """The burst's effect on the decoding streams, inside its window.
 
-    A stream counts for the part of the window that it lives through, from its first chunk to its last.
+    A stream counts for its part of the window, from its first chunk to its last.
     """
     out = {**summary(records), **_only(records, "stream", _latencies)}
     span = window(records)
@@ -128,7 +128,7 @@ def _only(records: Sequence[Record], kind: str, of: Callable[[list[Record]], dic
 
 
 def _gaps_touching(record: Record, start: float, end: float) -> np.ndarray:
-    """Gaps of which any part lies in the window."""
+    """The gaps that overlap the window."""
     times = np.asarray(record.times)
     touching = (times[1:] > start) & (times[:-1] < end)
     return (np.diff(times) * 1e3)[touching]

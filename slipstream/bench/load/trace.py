@@ -1,4 +1,4 @@
-"""How much of the wall time the device idled between steps, from the server's `/debug/timeline`."""
+"""The share of wall time that the device idled between steps, from the server's `/debug/timeline`."""
 
 import typing
 
@@ -16,8 +16,8 @@ async def fetch(base_url: str, key: str | None, seconds: float) -> typing.Any:
 def idle_share(trace: typing.Any) -> dict[str, float]:
     """For each rank the share of wall time in gaps over 5 µs between device spans, in percent.
 
-    `trace` is a list of events or an object with `traceEvents`; device spans are the complete events named "device" or of that
-    category, their times in µs, a rank being a process of the trace.
+    `trace` is a list of events or an object with `traceEvents`; device spans are the complete events with the name or
+    category "device", their times are in µs, and each process of the trace is a rank.
     """
     events = trace.get("traceEvents", []) if isinstance(trace, dict) else trace
     ranks: dict[str, list[tuple[float, float]]] = {}

@@ -1,8 +1,8 @@
-"""`slipstream bench voice`: how well a voice server hears, speaks and answers, and how soon. Standard library; numpy for audio.
+"""`slipstream bench voice`: quality and latency of a voice server's transcription, answers and speech.
 
-First the ceiling: the word error rate of the server's own voice through its own ears. Then spoken questions, one at a time and
-all at once: time to the first audio after the question's end, whether the audio runs dry, and whether what was said is what
-was meant. Last, how soon a barge-in ends an answer, and what the arena moves.
+First the ceiling: the word error rate of the server's own speech in its own transcription. Then spoken questions, one at a
+time and all at once: time to the first audio after the question's end, whether the audio has gaps, and whether the spoken
+words match the transcript. Last, how soon a barge-in ends an answer, and the arena's throughput.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Voice:
         return text
 
     def converse(self, wav: bytes, max_tokens: int) -> "Turn":
-        """A spoken question, streamed: what came and when, in seconds from the question's end."""
+        """Streams a spoken question; returns the events and their times, in seconds from the question's end."""
         part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav).decode(), "format": "wav"}}
         body = {
             "model": self.model, "stream": True, "temperature": 0, "max_tokens": max_tokens, "modalities": ["text", "audio"],
@@ -83,13 +83,13 @@ class Voice:
 
 
 class Turn:
-    """One answer as it came."""
+    """One answer with its times."""
 
     def __init__(self) -> None:
         self.text, self.pcm, self.done, self.error = "", b"", False, None
         self.first_text: float | None = None
         self.first_audio: float | None = None
-        self.dry = 0.0  # seconds that playing would have waited for audio after it began
+        self.dry = 0.0  # seconds that playback would have waited for audio after it began
         self._played_until = 0.0
         self.last_audio = 0.0
 
@@ -133,7 +133,7 @@ class Turn:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0 if nothing failed or was mixed up."""
+    """Exit status 0 if no request failed or got another's answer."""
     with server.chosen(args.base_url, args.serve) as url:
         target = server.target_of(args, url)
         voice = Voice(url, server.key_of(args), target.model, args.timeout)
@@ -205,7 +205,7 @@ def _together(voice: Voice, sounds: list[bytes], max_tokens: int) -> list[Turn]:
 
 
 def barge_in(voice: Voice) -> float | None:
-    """Milliseconds from the sample that makes speech out of noise to the answer's end, over /v1/realtime. None without it."""
+    """Milliseconds from the sample with which speech is detected to the answer's end, over /v1/realtime. None without it."""
     try:
         from websockets.sync.client import connect
     except ImportError:
@@ -230,7 +230,7 @@ def barge_in(voice: Voice) -> float | None:
         say(pcm + bytes(RATE * 2))
         until("response.output_audio_transcript.delta")
         start = time.monotonic()
-        say(pcm[RATE // 2 : 3 * RATE])  # more than a second, past the voice's own first silence
+        say(pcm[RATE // 2 : 3 * RATE])  # more than a second, past the silence at the speech's beginning
         ended = until("response.done")
         took = (time.monotonic() - start) * 1000
     return took if ended["response"]["status"] == "cancelled" else None

@@ -1,4 +1,4 @@
-"""One of the client's processes: sends its part of a workload and notes when each chunk came.
+"""One of the client's processes: sends its part of a workload and records when each chunk came.
 
 The processes share a few counters: which job is next, how many are done, how many streams decode, when the burst starts.
 """
@@ -16,19 +16,19 @@ from slipstream.client.http import Client, Event, ServerError
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server and what was found out about it."""
+    """The server and its properties."""
 
     base_url: str
     model: str
     key: str | None
     vocab: int
     max_len: int | None
-    token_ids: bool  # whether it honours return_token_ids
+    token_ids: bool  # whether it supports return_token_ids
     timeout: float = 600.0
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A workload for all processes; `drive` names the way its jobs are sent."""
+    """A workload for all processes; `drive` names how its jobs are sent."""
 
     target: Target
     drive: str  # "closed", "timed", "burst", "turns"
@@ -41,18 +41,18 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Shared(typing.NamedTuple):
-    """multiprocessing values."""
+    """Shared values of multiprocessing."""
 
     next: typing.Any  # int: the next job to take
     done: typing.Any  # int: requests ended, for the progress bar
     decoding: typing.Any  # int: streams that have a token (or failed)
     burst_at: typing.Any  # float: when the burst starts, 0 while unknown
-    start_at: typing.Any  # float: when arrivals count from
+    start_at: typing.Any  # float: the time zero of arrivals
     barrier: typing.Any
 
 
 def main(task: bytes, shared: Shared, part: int, parts: int, pipe: typing.Any) -> None:
-    """A process's entry: sends back its records as msgpack."""
+    """A process's entry point: sends back its records as msgpack."""
     with contextlib.suppress(KeyboardInterrupt):
         records = asyncio.run(Worker(msgspec.msgpack.decode(task, type=Task), shared, part, parts).run())
         pipe.send_bytes(msgspec.msgpack.encode(records))
@@ -115,10 +115,10 @@ class Worker:
                     _add(self.shared.decoding)
 
             await self._send(job, on_token=first)
-            first()  # one that failed must not hold back the burst
+            first()  # a failed one must not hold back the burst
 
         async def one(job: Job) -> None:
-            body = msgspec.Raw(msgspec.json.encode(self._body(job)))  # now: encoding it later would hold up the streams
+            body = msgspec.Raw(msgspec.json.encode(self._body(job)))  # now, since encoding it later would delay the streams
             while not self.shared.burst_at.value:
                 await asyncio.sleep(0.005)
                 with self.shared.burst_at.get_lock():
@@ -163,7 +163,7 @@ class Worker:
         leave_after: int | None = None,
         turn: int = 0,
     ) -> Record:
-        """Sends one request to its end; whatever happens is in the record, which is kept."""
+        """Sends one request and reads it to its end. Its result is in the record, also if it failed."""
         body = body or self._body(job)
         record = Record(job.index, job.kind, job.prompt_len, job.output_len, time.monotonic(), turn=turn)
         self.records.append(record)
@@ -178,7 +178,7 @@ class Worker:
                         record.left = True
                         break
             if not record.left and record.tokens != job.output_len:
-                record.error = f"{record.tokens} of {job.output_len} tokens came (finish reason {record.finish})"
+                record.error = f"{record.tokens} of {job.output_len} tokens received (finish reason {record.finish})"
         except ServerError as e:
             record.error = str(e)
         _add(self.shared.done)
@@ -206,7 +206,7 @@ def completion(target: Target, ids: list[int], job: Job) -> dict[str, typing.Any
 def _note(record: Record, at: float, event: Event, ids_come: bool, keep: bool) -> int:
     """Adds an event to the record; returns how many tokens it brought.
 
-    A server that gives no ids is taken to send one token a chunk, and its usage at the end corrects the sum.
+    Without token ids, a chunk counts as one token; the usage at the end corrects the sum.
     """
     count = 0
     for choice in event.choices:

@@ -1,6 +1,6 @@
-"""The workloads as plans: which requests, how long, when. No I/O; the same seed makes the same plan.
+"""The workloads as plans: the requests, their lengths and times. No I/O; the same seed makes the same plan.
 
-Their names and shapes are fixed, so that figures from different days and servers can stand in one table.
+Their names and shapes are fixed, so that figures from different days and servers can be compared.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def burst(shape: Shape, streams: int, prompts: int, seed: int) -> list[Job]:
 
 
 def conversations(count: int, limit: int, leave: float, seed: int, scale: float = 1.0) -> list[Conversation]:
-    """Conversations of 2-6 turns that fit into `limit` tokens; a share `leave` of the clients goes away in mid-stream."""
+    """Conversations of 2-6 turns that fit into `limit` tokens; a share `leave` of the clients leaves in mid-stream."""
     rng = np.random.default_rng([seed, 4])
     out: list[Conversation] = []
     for index in range(count):
@@ -91,12 +91,12 @@ def parity(count: int, output_len: int, seed: int, longest: int = 3000, seeded: 
 
 
 def check_fit(jobs: typing.Iterable[Job], limit: int | None) -> None:
-    """Raises ConfigError where a request is longer than the model."""
+    """Raises ConfigError if a request is longer than the model's context."""
     if limit is None:
         return
     worst = max((j.prompt_len + j.output_len for j in jobs), default=0)
     if worst > limit:
         raise ConfigError(
-            f"the longest request has {worst} tokens and the model takes {limit}; "
+            f"the longest request has {worst} tokens and the model takes at most {limit}; "
             f"use --scale {limit / worst * 0.99:.2f} or smaller, or set the lengths"
         )

@@ -1,4 +1,4 @@
-"""What the shared-memory arena moves between two processes, beside what this machine's memcpy does.
+"""The throughput of the shared-memory arena between two processes, compared with this machine's memcpy.
 
 `python -m slipstream.bench.micro.arena` prints a table. A tensor is "moved" when the reader has a view of it and its
 first and last bytes were compared; "copied out" adds the reader's own copy. Times are one way, by the clock that both
@@ -35,7 +35,7 @@ def memcpy_seconds(nbytes: int, turns: int) -> float:
 
 
 def send(arena: Arena, sock: socket.socket, nbytes: int, turns: int) -> list[float]:
-    """Sends `turns` tensors, the next one when the last was taken; seconds from before a put to the reader's having it."""
+    """Sends `turns` tensors, the next one when the last was taken; seconds from before a put until the reader has it."""
     own, times = np.full(nbytes, 7, np.uint8), []
     for _ in range(turns):
         t0 = time.monotonic()

@@ -1,7 +1,7 @@
-"""`python -m slipstream.bench.micro.burst_sim`: what the planner does to streams and prompts, on no real machine.
+"""`python -m slipstream.bench.micro.burst_sim`: the planner's effect on streams and prompts, in a simulation.
 
 The production leader plans for a simulated device in virtual time: a step takes step_us + token_us * tokens, and the leader's
-own processor time counts, so a busy machine does not spoil the figures. The workload is `slipstream bench burst`'s.
+own CPU time counts, so a busy machine does not change the figures. The workload is `slipstream bench burst`'s.
 """
 
 import argparse
@@ -51,19 +51,19 @@ class VirtualRun(Solo):
         self._events: list[tuple[float, int, Event]] = []
         self._order = itertools.count()
         self._device_free = 0.0
-        self._began = (0.0, 0.0)  # the virtual time of the event in hand, and the processor's when it began
+        self._began = (0.0, 0.0)  # the virtual time of the current event, and the CPU time when it began
 
     @property
     def now(self) -> float:
-        """Virtual seconds: the leader's own processor time counts."""
+        """Virtual seconds, which include the leader's own CPU time."""
         return self._began[0] + time.thread_time() - self._began[1]
 
     def add(self, at: float, event: Event) -> None:
         heapq.heappush(self._events, (at, next(self._order), event))
 
     def run(self, until: float) -> None:
-        """Carries on until that time, or until nothing is left to happen."""
-        free = 0.0  # when the leader has done what it does
+        """Runs until that time, or until no event is left."""
+        free = 0.0  # after the leader has handled the event
         while self._events and self._events[0][0] < until:
             at, _, event = heapq.heappop(self._events)
             self._began = (max(at, free), time.thread_time())
@@ -88,7 +88,7 @@ class VirtualRun(Solo):
 
 
 def burst(run: VirtualRun, streams: int, prompts: int, seed: int, delay: float = 2.0) -> dict[str, float]:
-    """Streams decode, then prompts come all at once. Seconds and tokens a second, of the prompts' window."""
+    """Streams decode, then prompts arrive at once. Returns seconds and tokens a second in the prompts' window."""
     jobs = workloads.burst(workloads.Shape(), streams, prompts, seed)
     for job in jobs:
         at = 0.0 if job.kind == "stream" else delay
@@ -110,7 +110,7 @@ def burst(run: VirtualRun, streams: int, prompts: int, seed: int, delay: float =
         "worst decode gap, ms": worst * 1e3,
         "median step, ms": median * 1e3,
         "prefill, ktok/s": rate / 1e3,
-        "of what steps of the wished length allow": rate / allowed,
+        "of the rate that steps of the target length allow": rate / allowed,
         "device busy": busy,
         "steps planned while one ran": run.leader.steps["overlap"] / run.leader.steps.total(),
     }
@@ -122,7 +122,7 @@ def _worst_gap(times: Iterable[float], start: float, end: float) -> float:
 
 
 def draw(run: VirtualRun, file: pathlib.Path, start: float = 0.2, end: float = 0.5) -> None:
-    """The device's steps between two times: their length, what they hold, and the gaps that a stream feels."""
+    """The device's steps between two times: their length, their tokens, and the gaps that a stream sees."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,7 +136,7 @@ def draw(run: VirtualRun, file: pathlib.Path, start: float = 0.2, end: float = 0
         _bar(upper, s, start, colors)
     upper.set(
         ylabel="tokens of the step",
-        title="One bar a step, as wide as it lasts: decoding rows in grey, a colour for each prompt",
+        title="One bar a step, as wide as its duration: decoding rows in grey, a colour for each prompt",
     )
     times = np.array(next(iter(run.heard.values())))
     times = times[(times >= start) & (times <= end)]
@@ -169,10 +169,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="slipstream.bench.micro.burst_sim", description=__doc__)
     parser.add_argument("--streams", type=int, default=16, help="streams that decode (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=32, help="prompts of 16k to 30k tokens (default %(default)s)")
-    parser.add_argument("--target-itl-ms", type=float, default=16.0, help="the wish (default %(default)s)")
-    parser.add_argument("--sim-step-us", type=float, default=3000.0, help="microseconds of a step (default %(default)s)")
-    parser.add_argument("--sim-token-us", type=float, default=17.0, help="microseconds of a token (default %(default)s)")
-    parser.add_argument("--png", metavar="FILE", help="draw how a few prompts pass beside the streams")
+    parser.add_argument("--target-itl-ms", type=float, default=16.0, help="target inter-token latency (default %(default)s)")
+    parser.add_argument("--sim-step-us", type=float, default=3000.0, help="fixed microseconds of a step (default %(default)s)")
+    parser.add_argument(
+        "--sim-token-us", type=float, default=17.0, help="microseconds added by each token (default %(default)s)"
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw how a few prompts are computed while streams decode")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     run = VirtualRun(args.target_itl_ms * 1e-3, args.sim_step_us * 1e-6, args.sim_token_us * 1e-6)

@@ -1,4 +1,4 @@
-"""What a token costs the front end: CPU time of its process, with paced streams and a leader that only counts.
+"""The front end's cost of a token: CPU time of its process, with paced streams and a leader that only counts.
 
     python -m slipstream.bench.micro.front --streams 64 --itl-ms 10 --tokens 400
 
@@ -121,7 +121,7 @@ def drain(socks: list[socket.socket], stop: threading.Event) -> tuple[int, bytes
 
 
 def measure(streams: int, tokens: int, itl: float) -> dict:
-    """CPU microseconds per token and what belongs to the figure."""
+    """CPU microseconds per token, and the parameters of the figure."""
     engine = config.EngineConfig(model="bench", device="sim")
     with tempfile.TemporaryDirectory() as folder:
         (pathlib.Path(folder) / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32000}))

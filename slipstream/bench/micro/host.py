@@ -1,8 +1,8 @@
-"""`python -m slipstream.bench.micro.host`: what a step costs the host, without a GPU.
+"""`python -m slipstream.bench.micro.host`: the host's cost of a step, without a GPU.
 
 Two measurements. The machine alone: plan, publish (encoding included), launch and settle of one leader on one core, with no
-device behind it. The engine alone: real processes on the `sim` device at TP 2, and the share of the time in which the device
-was busy, which is the throughput against the device's own rate; the client does nothing but count.
+device behind it. The engine alone: real processes on the `sim` device at TP 2, and the share of time in which the device was
+busy, which is the throughput relative to the device's own rate. The client only counts.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def request(id: int, prompt_len: int, max_tokens: int) -> Request:
 
 
 class TimedLeader(Solo):
-    """Sums the host's time by phase and notes the size of each entry; drawing tokens is the device's and does not count."""
+    """Sums the host's time by phase and records the size of each entry. Sampling belongs to the device and does not count."""
 
     def __init__(self, leader: Leader):
         super().__init__(leader, 30_000)

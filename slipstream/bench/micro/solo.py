@@ -1,4 +1,4 @@
-"""A leader of a group of one, in this process, over the tokens of the simulated device: what the measurements here share."""
+"""A leader of a group of one, in this process, with tokens of the simulated device; shared by the measurements here."""
 
 from slipstream.device.sim import SimTokens
 from slipstream.log.batch import Batch, InitSlot
@@ -8,7 +8,7 @@ from slipstream.rank.leader import Leader
 
 
 class Solo(Interpreter):
-    """Whoever measures says what a launch, a message or a phase means to it; the requests here need no resources."""
+    """A subclass defines launches, messages and phases for its measurement. The requests here need no resources."""
 
     def __init__(self, leader: Leader, vocab: int):
         self.leader = leader
@@ -22,7 +22,7 @@ class Solo(Interpreter):
             self.launch(effect.batch)
         elif isinstance(effect, InitSlot):
             self.tokens.init_slot(effect.slot, effect.request)
-        # pages and states hold nothing here
+        # pages and states are empty here
 
     def send(self, effect: Send) -> None:
         """There are no followers."""
@@ -34,10 +34,10 @@ class Solo(Interpreter):
         """There is no front end."""
 
     def wake(self, effect: Wake) -> None:
-        """Each outcome comes when its turn is."""
+        """Outcomes come one at a time, in order."""
 
     def span(self, effect: Span) -> None:
-        """Nobody times the phases."""
+        """The phases are not timed."""
 
     def prepare(self, effect: Prepare) -> None:
         raise AssertionError(f"request {effect.id} needs resources")

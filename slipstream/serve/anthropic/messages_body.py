@@ -1,4 +1,4 @@
-"""POST /v1/messages in Anthropic's form: the body, and its way to a conversation as chat has it. Pure."""
+"""POST /v1/messages in Anthropic's form: the body, and its conversion to a chat conversation. Pure."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -24,12 +24,12 @@ NAMES = {
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text", kw_only=True, forbid_unknown_fields=True):
     text: str
-    cache_control: dict[str, Any] | None = None  # prefixes are cached without being asked
+    cache_control: dict[str, Any] | None = None  # prefixes are cached without a request for it
     citations: list[Any] | None = None
 
 
 class OnlyText(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text block where there may be no other."""
+    """A text block, where other kinds are not allowed."""
 
     type: Literal["text"]
     text: str
@@ -43,15 +43,15 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", kw_only=Tr
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", forbid_unknown_fields=True):
-    data: str  # another server's secret: no model here can read it
+    data: str  # encrypted by another server: no model here can read it
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True, forbid_unknown_fields=True):
     id: str
     name: str
-    input: dict[str, Any] | str  # a text where max_tokens cut the call
+    input: dict[str, Any] | str  # a string if max_tokens cut the call
     cache_control: dict[str, Any] | None = None
-    # what a client's own copy of an answer carries besides
+    # further fields of an answer that a client sends back
     caller: dict[str, Any] | None = None
     toolset_name: None = None
 
@@ -81,7 +81,7 @@ class ClientTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cache_control: dict[str, Any] | None = None
     input_examples: list[Any] | None = None
     allowed_callers: list[str] | None = None
-    # how a tool is loaded and its input sent, which no answer depends on
+    # how a tool is loaded and its input sent; no answer depends on these
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
 
@@ -105,7 +105,7 @@ class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates that have a setting for it
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # for templates with a setting for it
 
 
 class CountTokensBody(Ignored, kw_only=True):
@@ -137,15 +137,15 @@ class MessagesBody(CountTokensBody, kw_only=True):
 
 
 def check_thread(body: CountTokensBody) -> None:
-    """Raises Failed in the form by which Anthropic's SDK knows to go on without a thread."""
+    """Raises Failed in a form that makes Anthropic's SDK go on without a thread."""
     if body.thread is not None:
         details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-        text = "thread: conversations are not held here; send the full conversation without it"
+        text = "thread: conversations are not stored here; send the full conversation without it"
         raise Failed(Failure(400, text, "thread", details=details))
 
 
 def chat_body(body: CountTokensBody, grades_effort: bool = False) -> ChatBody:
-    """The same request to chat. grades_effort: the template has a setting for it. Raises BadRequest naming the field."""
+    """The same request as a chat body. grades_effort: the template has a setting for it. Raises BadRequest naming the field."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(body.system)})
@@ -158,7 +158,7 @@ def chat_body(body: CountTokensBody, grades_effort: bool = False) -> ChatBody:
     out: dict[str, Any] = {"messages": messages}
     if messages[-1]["role"] == "assistant":  # the answer begins with the last message's text
         if messages[-1].get("tool_calls"):
-            raise BadRequest("messages: the last one's tool_use has no tool_result", "messages")
+            raise BadRequest("messages: the last message holds tool_use; a tool_result must follow it", "messages")
         out |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesBody):
         same = ("temperature", "top_p", "top_k", "stream")
@@ -184,7 +184,7 @@ def chat_body(body: CountTokensBody, grades_effort: bool = False) -> ChatBody:
 
 def _function(tool: ClientTool) -> dict[str, Any]:
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
-        raise BadRequest('tools.allowed_callers: must hold "direct", since only the model calls tools here', "tools")
+        raise BadRequest('tools.allowed_callers: must hold "direct"; only the model calls tools here', "tools")
     out: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         out["description"] = tool.description
@@ -195,7 +195,7 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     out: dict[str, Any] = {"parallel_tool_calls": not choice.disable_parallel_tool_use}
     if choice.type == "tool":
         if choice.name is None:
-            raise BadRequest("tool_choice.name: is missing", "tool_choice.name")
+            raise BadRequest("tool_choice.name: is required with type tool", "tool_choice.name")
         return {**out, "tool_choice": {"type": "function", "function": {"name": choice.name}}}
     return {**out, "tool_choice": "required" if choice.type == "any" else choice.type}
 
@@ -213,12 +213,12 @@ def _blocks(message: TurnMessage) -> list[Block]:
 def _system(message: TurnMessage, where: str) -> dict[str, Any]:
     blocks = _blocks(message)
     if not all(isinstance(block, TextBlock) for block in blocks):
-        raise BadRequest(f"{where}.content: a system message holds text only", f"{where}.content")
+        raise BadRequest(f"{where}.content: a system message may hold text blocks only", f"{where}.content")
     return {"role": "system", "content": "\n".join(block.text for block in blocks if isinstance(block, TextBlock))}
 
 
 def _user(message: TurnMessage) -> list[dict[str, Any]]:
-    """Tool results become messages of their own, before what else the user says."""
+    """Tool results become messages of their own, before the user's other content."""
     results: list[dict[str, Any]] = []
     texts: list[str] = []
     for block in _blocks(message):
@@ -229,7 +229,7 @@ def _user(message: TurnMessage) -> list[dict[str, Any]]:
             text = f"Error: {text}" if block.is_error else text
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         else:
-            raise BadRequest("messages: thinking and tool_use stand in the assistant's messages only", "messages")
+            raise BadRequest("messages: thinking and tool_use are allowed only in messages with the role assistant", "messages")
     return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
 
 
@@ -248,7 +248,7 @@ def _assistant(message: TurnMessage) -> dict[str, Any]:
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
-            raise BadRequest("messages: tool_result stands in the user's messages only", "messages")
+            raise BadRequest("messages: tool_result is allowed only in messages with the role user", "messages")
     out["content"] = "\n".join(texts)
     if calls:
         out["tool_calls"] = calls

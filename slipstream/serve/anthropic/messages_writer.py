@@ -1,4 +1,4 @@
-"""The shape of /v1/messages: Anthropic's message object, its content blocks, and the events of a stream. Pure."""
+"""Writes /v1/messages: Anthropic's message object, its content blocks, and the events of a stream. Pure."""
 
 import json
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ Event = dict[str, Any]
 
 
 class Blocks:
-    """Content blocks as they grow out of an answer's parts; each change is an event."""
+    """Content blocks built from an answer's parts. Each change is an event."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
-        self._kind = ""  # of the block that is open
+        self._kind = ""  # of the open block
         self._block: dict[str, Any] = {}
         self._texts: list[str] = []
 
@@ -43,7 +43,7 @@ class Blocks:
         text, kind, self._kind = "".join(self._texts), self._kind, ""
         ends: list[Event] = [{"type": "content_block_stop", "index": len(self.done)}]
         if kind == "arguments" and not parses(text):
-            return ends  # cut off: it is no call
+            return ends  # cut off, so it is not a call
         field = {"content": "text", "reasoning": "thinking", "arguments": "input"}[kind]
         self.done.append({**self._block, field: json.loads(text) if kind == "arguments" else text})
         return ends
@@ -66,7 +66,7 @@ def _delta(kind: str, text: str) -> dict[str, Any]:
 
 
 class MessagesWriter:
-    """One message, whole or streamed."""
+    """Writes one message, whole or streamed."""
 
     def __init__(self, id: str, created: int, model: str, plan: GenerationParams, names: TokenNames, answers: list[Choice]):
         self._id, self._model, self._answer = id, model, answers[0]

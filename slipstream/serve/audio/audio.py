@@ -1,6 +1,6 @@
-"""/v1/audio/transcriptions and /v1/audio/translations of a composite model, and what its other audio routes share.
+"""/v1/audio/transcriptions and /v1/audio/translations of a composite model, and helpers of its other audio routes.
 
-Uploads stay in memory, within limits, and are gone with their request; decoding and encoding run in threads.
+Uploads stay in memory, within limits, and are freed with their request. Decoding and encoding run in threads.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from slipstream.serve.request_body import READ_SECONDS
 HEARD_RATE = 16_000
 MAX_BODY = audio_file.MAX_BYTES + (64 << 10)
 _threads = ThreadPoolExecutor(2, "audio")
-_decoders = ThreadPoolExecutor(2, "decode")  # each waits for a process; what is spoken meanwhile does not wait for uploads
+_decoders = ThreadPoolExecutor(2, "decode")  # of their own, so that speech does not wait for uploads
 
 
 async def in_thread(work, *args) -> Any:
@@ -47,7 +47,7 @@ def composite_of(http) -> Composite:
 
 
 class _InMemory(MultiPartParser):
-    spool_max_size = MAX_BODY + 1  # nothing is ever written to a disk
+    spool_max_size = MAX_BODY + 1  # nothing is written to disk
 
 
 async def form_of(http: Request) -> dict[str, Any]:
@@ -87,29 +87,29 @@ _FIELDS = {"file", "model", "language", "prompt", "response_format", "temperatur
 
 
 def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
-    """(response format, the walk's parameters, whether to stream) of a form that was checked."""
+    """Checks the form; returns (response format, the walk's parameters, whether to stream)."""
     unknown = sorted(set(form) - _FIELDS)
     if unknown:
         raise BadRequest(f"unknown parameter: {unknown[0][:100]}", unknown[0][:100])
     if not isinstance(form.get("file"), bytes):
-        raise BadRequest("file: an audio file is missing", "file")
+        raise BadRequest("file: is required; send an audio file", "file")
     shape = form.get("response_format", "json")
     if shape not in TEXT_FORMATS:
         raise BadRequest(f"response_format: {shape[:50]!r} is not one of {', '.join(TEXT_FORMATS)}", "response_format")
     granularities = set(form.get("timestamp_granularities[]", []))
     if granularities - {"segment", "word"}:
-        raise BadRequest("timestamp_granularities: only segment and word", "timestamp_granularities[]")
+        raise BadRequest("timestamp_granularities: must be segment or word", "timestamp_granularities[]")
     if "word" in granularities and shape != "verbose_json":
-        raise BadRequest("timestamp_granularities: word only with response_format verbose_json", "timestamp_granularities[]")
+        raise BadRequest("timestamp_granularities: needs response_format verbose_json", "timestamp_granularities[]")
     try:
         temperature = float(form.get("temperature", 0) or 0)
     except ValueError:
         temperature = -1.0
     if not 0 <= temperature <= 1:
-        raise BadRequest("temperature: expected a number between 0 and 1", "temperature")
+        raise BadRequest("temperature: must be a number from 0 to 1", "temperature")
     stream = str(form.get("stream", "")).lower() in ("true", "1")
     if stream and shape not in ("json", "text"):
-        raise BadRequest("stream: only with response_format json or text", "stream")
+        raise BadRequest("stream: needs response_format json or text", "stream")
     params = {"language": form.get("language") or None, "prompt": form.get("prompt", ""), "temperature": temperature}
     params["words"] = "word" in granularities
     return shape, params, stream
@@ -153,13 +153,13 @@ async def _transcript_events(call: Call) -> AsyncIterator[dict]:
 
 
 async def translations(http: Request) -> Response:
-    """POST /v1/audio/translations: refused by name, since the model has no such task."""
+    """POST /v1/audio/translations: refused by name, since the model does not translate."""
     await form_of(http)
-    raise BadRequest(f"model: {http.app.state.front.model!r} hears English only and cannot translate", "model")
+    raise BadRequest(f"model: {http.app.state.front.model!r} transcribes English only and cannot translate", "model")
 
 
 class Events(Response):
-    """Server-sent events of a call. A failure is the last event, by name, and never a clean end."""
+    """Server-sent events of a call. A failure is the last event and has a name; the stream does not look complete."""
 
     def __init__(self, call: Call, events: AsyncIterator[dict], done: bytes = b""):
         super().__init__()
@@ -180,7 +180,7 @@ class Events(Response):
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a client is told; a component's failure with its name."""
+    """The failure as the client sees it; a component's failure carries its name."""
     if isinstance(error, RequestFailed):
         code = "component_refused" if error.status < 500 else "component_failed"
         return Failure(error.status, str(error), error.param, code)

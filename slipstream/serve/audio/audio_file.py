@@ -1,6 +1,6 @@
-"""Audio as bytes to samples and back, through FFmpeg's libraries (PyAV). Blocking calls: the routes run them in a thread.
+"""Audio files to samples and back, through FFmpeg's libraries (PyAV). The calls block: routes run them in a thread.
 
-Nothing touches the disk. Uploads are decoded in a limited process (`decode_worker.py`); what this server made is encoded here.
+Nothing touches the disk. Uploads are decoded in a limited process (`decode_worker.py`). This server's speech is encoded here.
 """
 
 import io
@@ -15,8 +15,8 @@ from slipstream.system.limited_process import LimitedProcess, Lost, Overrun, Poo
 MAX_BYTES = 25 << 20
 MAX_SECONDS = 600
 DECODERS = 2  # files that are decoded at the same time
-SECONDS = 20.0  # of computing, for one file
-HEAD = struct.Struct("<Idd")  # before a file, for the process that decodes: rate, most seconds of sound, and of computing
+SECONDS = 20.0  # of CPU time, for one file
+HEAD = struct.Struct("<Idd")  # precedes a file on its way to the worker: rate, most seconds of sound, most seconds of CPU time
 FORMATS = {  # response_format -> (content type, FFmpeg's container and codec)
     "mp3": ("audio/mpeg", "mp3", "libmp3lame"),
     "opus": ("audio/ogg", "ogg", "libopus"),
@@ -29,22 +29,22 @@ _PATIENCE = 120.0  # seconds of wall time that a loaded machine may need for one
 
 
 def decode(data: bytes, rate: int, max_seconds: float = MAX_SECONDS, param: str = "file") -> np.ndarray:
-    """A file's bytes to float32 samples in [-1, 1] (16 bits of them, as Whisper reads files), one channel, at `rate` Hz.
+    """A file's bytes to float32 samples in [-1, 1] (of 16 bits, as Whisper reads files), one channel, at `rate` Hz.
 
-    Raises BadRequest naming `param`: 413 for too many bytes or seconds, 400 for what cannot be decoded or holds no samples.
-    Raises EngineDown where the process that decodes was ended from outside.
+    Raises BadRequest naming `param`: 413 for too many bytes or seconds, 400 for a file that cannot be decoded or is empty.
+    Raises EngineDown if the decoding process was ended from outside.
     """
     if not data:
         raise BadRequest("the audio is empty", param)
     if len(data) > MAX_BYTES:
-        raise BadRequest(f"the audio has {len(data)} bytes; at most {MAX_BYTES} are taken", param, 413)
+        raise BadRequest(f"the audio has {len(data)} bytes; at most {MAX_BYTES} are allowed", param, 413)
     try:
         answer = _processes.ask_now(HEAD.pack(rate, max_seconds, SECONDS) + data)
     except Overrun:
-        text = f"decoding the audio takes more than {SECONDS:g} s of computing, or too much memory"
+        text = f"decoding the audio takes more than {SECONDS:g} s of CPU time, or too much memory"
         raise BadRequest(text, param, 413) from None
     except Lost as e:
-        raise EngineDown(f"the process that decodes audio has ended: {e}") from None
+        raise EngineDown(f"the process that decodes audio has ended: {e}; try again") from None
     if status := int.from_bytes(answer[:2], "little"):
         raise BadRequest(answer[2:].decode(), param, status)
     samples = np.frombuffer(answer, "<i2", offset=2).astype(np.float32)
@@ -60,7 +60,7 @@ _processes = Pool("decode", DECODERS, _start)
 
 
 class Resampler:
-    """float32 [n] at `source` Hz to `target` Hz, piece by piece."""
+    """Resamples float32 [n] from `source` Hz to `target` Hz, piece by piece."""
 
     def __init__(self, source: int, target: int):
         from av.audio.resampler import AudioResampler
@@ -69,7 +69,7 @@ class Resampler:
         self._resampler = AudioResampler("flt", "mono", target)
 
     def feed(self, x: np.ndarray, last: bool = False) -> np.ndarray:
-        """What can be given after these samples; with `last`, all that is left."""
+        """The samples that are ready after these; with `last`, all that are left."""
         import av
 
         frames = []
@@ -90,7 +90,7 @@ def pcm16(x: np.ndarray) -> bytes:
 
 
 def wav_header(rate: int, data_bytes: int | None) -> bytes:
-    """The 44 bytes before 16-bit samples of one channel. None: the length is not known, as in a stream."""
+    """The 44 header bytes of 16-bit samples of one channel. None: the length is not known, as in a stream."""
     size = 0xFFFFFFFF if data_bytes is None else data_bytes
     riff = size if data_bytes is None else 36 + data_bytes
     word = lambda n, bytes=4: n.to_bytes(bytes, "little")
@@ -99,8 +99,10 @@ def wav_header(rate: int, data_bytes: int | None) -> bytes:
 
 
 class Encoder:
-    """Samples of one channel, piece by piece, to one file of a `FORMATS` format. Given as it is made, it never goes back to a
-    header, in which the length is then unknown; `whole`: what else to write to, for a file with its length in it."""
+    """Encodes samples of one channel, piece by piece, to one file of a `FORMATS` format.
+
+    A streamed file is never rewound to its header, which then does not hold the length. `whole`: a buffer to write to instead,
+    for a file with its length."""
 
     def __init__(self, rate: int, format: str, whole: io.BytesIO | None = None):
         self._rate, self._format = rate, format
@@ -116,12 +118,12 @@ class Encoder:
             self._stream = cast(AudioStream, self._file.add_stream(codec, rate=rate, layout="mono"))
 
     def write(self, data: bytes) -> int:
-        """What the container writes to."""
+        """The file object that the container writes to."""
         self._out += data
         return len(data)
 
     def feed(self, x: np.ndarray) -> bytes:
-        """The bytes that are ready after these samples; may be none."""
+        """The bytes that are ready after these samples; b"" if none are."""
         if self._file is None:
             self._out += pcm16(x)
         elif len(x):
@@ -145,7 +147,7 @@ class Encoder:
 
 
 def encode(x: np.ndarray, rate: int, format: str) -> bytes:
-    """Samples to a whole file with its true length in it."""
+    """Encodes samples to a whole file whose header holds its true length."""
     if format in ("wav", "pcm"):
         return (wav_header(rate, 2 * len(x)) if format == "wav" else b"") + pcm16(x)
     out = io.BytesIO()
@@ -156,10 +158,14 @@ def encode(x: np.ndarray, rate: int, format: str) -> bytes:
 
 
 def unavailable(format: str) -> str | None:
-    """Why this machine cannot write a format, or None."""
+    """The reason why this machine cannot write a format, or None."""
     if format not in FORMATS:
         return f"{format!r} is not one of {', '.join(FORMATS)}"
     import av
 
     codec = FORMATS[format][2]
-    return None if not codec or codec in av.codecs_available else f"{format} cannot be written: the FFmpeg here lacks {codec}"
+    return (
+        None
+        if not codec or codec in av.codecs_available
+        else f"{format} cannot be written: the FFmpeg of this server lacks {codec}"
+    )

@@ -1,4 +1,4 @@
-"""What was heard, in the response formats of /v1/audio/transcriptions. Pure; standard library and msgspec."""
+"""Transcripts in the response formats of /v1/audio/transcriptions. Pure; standard library and msgspec."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,7 @@ def _clock(seconds: float, comma: str) -> str:
 def render(
     format: str, text: str, segments: list[dict], seconds: float, language: str, granularities: Collection[str] = ("segment",)
 ) -> tuple[str, bytes]:
-    """(content type, body). Times of segments are in seconds; `granularities` says which times verbose_json has."""
+    """(content type, body). Times of segments are in seconds; `granularities`: the times that verbose_json holds."""
     if format == "text":
         return "text/plain; charset=utf-8", (text + "\n").encode()
     if format == "srt":

@@ -1,6 +1,6 @@
-"""/v1/chat/completions of a composite model: speech in messages, and answers in speech, in OpenAI's shapes.
+"""/v1/chat/completions of a composite model: speech in messages, and spoken answers, in OpenAI's format.
 
-A conversation without either takes the plain route, unchanged.
+A conversation without speech takes the plain route, unchanged.
 """
 
 import base64
@@ -63,7 +63,7 @@ async def chat(http: Request) -> Response:
     speaks = "audio" in (body.modalities or ())
     if not spoken and not speaks:
         if body.audio is not None:
-            raise BadRequest('audio: only with modalities ["text", "audio"]', "audio")
+            raise BadRequest('audio: needs modalities ["text", "audio"]', "audio")
         return await answer_chat(http, front, msgspec.convert(msgspec.to_builtins(body), ChatBody), born)
     front.check_model(body.model)
     shape = _check(body, speaks, front)
@@ -94,10 +94,10 @@ def _audio_parts(body: VoiceChatBody) -> list[tuple[str, str]]:
         for j, part in enumerate(parts):
             if isinstance(part, AudioPart):
                 if message.role != "user":
-                    raise BadRequest("input_audio: only in messages of the user", f"messages[{i}].content[{j}]")
+                    raise BadRequest("input_audio: allowed only in messages with the role user", f"messages[{i}].content[{j}]")
                 out.append((part.input_audio.data, f"messages[{i}].content[{j}].input_audio"))
     if len(out) > MAX_AUDIO_PARTS:
-        raise BadRequest(f"messages: at most {MAX_AUDIO_PARTS} spoken parts", "messages")
+        raise BadRequest(f"messages: may hold at most {MAX_AUDIO_PARTS} input_audio parts", "messages")
     return out
 
 
@@ -105,38 +105,38 @@ _WITHOUT = ("logprobs", "top_logprobs", "return_token_ids", "tools", "response_f
 
 
 def _check(body: VoiceChatBody, speaks: bool, front: Front) -> str:
-    """The format of the answer's audio, "" for none. Raises BadRequest for what a spoken conversation cannot have."""
+    """The format of the answer's audio, "" for none. Raises BadRequest for fields that speech does not support."""
     for field in _WITHOUT:
         if getattr(body, field, None) and not (field == "response_format" and body.response_format == {"type": "text"}):
-            raise BadRequest(f"{field}: not together with audio", field)
+            raise BadRequest(f"{field}: not supported with audio", field)
     if body.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs: not together with audio", "prompt_logprobs")
+        raise BadRequest("prompt_logprobs: not supported with audio", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
-        raise BadRequest("stream_options: only with stream=true", "stream_options")
+        raise BadRequest("stream_options: needs stream=true", "stream_options")
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         where = "stream_options.continuous_usage_stats"
-        raise BadRequest(f"{where}: not together with audio", where)
+        raise BadRequest(f"{where}: not supported with audio", where)
     if (body.n or 1) != 1:
-        raise BadRequest("n: only 1 with audio", "n")
+        raise BadRequest("n: must be 1 with audio", "n")
     if body.continue_final_message:
-        raise BadRequest("continue_final_message: not together with audio", "continue_final_message")
+        raise BadRequest("continue_final_message: not supported with audio", "continue_final_message")
     plain = msgspec.convert({**_rest(body), "messages": [{"role": "user", "content": "x"}], "stream": True}, ChatBody)
-    make_plan(plain, front.ready_tokenizer())  # names a bad field before anything is heard
+    make_plan(plain, front.ready_tokenizer())  # refuses a bad field before anything is transcribed
     if not speaks:
         return ""
     if body.audio is None:
-        raise BadRequest("audio: {format, voice} is needed with modalities audio", "audio")
+        raise BadRequest("audio: {format, voice} is required with the modality audio", "audio")
     check_voice(body.audio.voice, "audio.voice")
     name = body.audio.format
     if body.stream and name != "pcm16":
-        raise BadRequest("audio.format: only pcm16 can be streamed", "audio.format")
+        raise BadRequest("audio.format: must be pcm16 with stream=true", "audio.format")
     if name != "pcm16" and (why := audio_file.unavailable(name)):
         raise BadRequest(f"audio.format: {why}", "audio.format")
     return name
 
 
 def _rest(body: VoiceChatBody) -> dict[str, Any]:
-    """The fields that the language model's own request takes."""
+    """The body of the language model's own request."""
     whole = msgspec.to_builtins(body)
     drop = {"messages", "modalities", "audio", "stream", "stream_options", "model"}
     return {k: v for k, v in whole.items() if v is not None and k not in drop}
@@ -146,20 +146,20 @@ def _decode(data: str, param: str) -> np.ndarray:
     head, _, tail = data.partition(",")
     if head.startswith("data:"):
         if not head.startswith("data:audio/") or not head.endswith(";base64"):
-            raise BadRequest("data: a data URL must be of audio, in base64", param)
+            raise BadRequest("data: a data URL must hold audio in base64", param)
         data = tail
     if len(data) > audio_file.MAX_BYTES * 4 // 3 + 4:
-        raise BadRequest(f"data: at most {audio_file.MAX_BYTES} bytes of audio", param, 413)
+        raise BadRequest(f"data: may hold at most {audio_file.MAX_BYTES} bytes of audio", param, 413)
     try:
         raw = base64.b64decode(data, validate=True)
     except ValueError:
-        raise BadRequest("data: not valid base64", param) from None
+        raise BadRequest("data: must be valid base64", param) from None
     return audio_file.decode(raw, HEARD_RATE, param=param)
 
 
 async def _messages(composite: Composite, body: VoiceChatBody, earlier: list[np.ndarray]) -> list[dict[str, Any]]:
-    """The conversation in text. Spoken parts before the last are transcribed now; the last one's message has `content` with a
-    mark where its words go."""
+    """The conversation in text. Spoken parts before the last are transcribed now; the last one's message has a
+    `content` with a placeholder for its words."""
     texts = [await _transcribe(composite, audio) for audio in earlier]
     count = len(_audio_parts(body))
     out, at = [], 0
@@ -183,7 +183,7 @@ async def _messages(composite: Composite, body: VoiceChatBody, earlier: list[np.
 
 
 def _joined(parts: list[str | None]) -> str | list[str | None]:
-    """Texts joined by line ends; a list with None where the last spoken part's words will stand."""
+    """The texts joined by newlines, or a list with None in place of the last spoken part's words."""
     return parts if None in parts else "\n".join(p for p in parts if p is not None)
 
 
@@ -194,7 +194,7 @@ async def _transcribe(composite: Composite, audio: np.ndarray) -> str:
 
 
 async def _events(call: Call, head: dict, speaks: bool, with_usage: bool) -> AsyncIterator[dict]:
-    """Chunks in OpenAI's shape. With audio, text goes out as the audio's transcript."""
+    """Chunks in OpenAI's format. With audio, text goes out as the audio's transcript."""
     chunk = {**head, "object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
 
     def event(delta: dict, finish: str | None = None) -> dict:

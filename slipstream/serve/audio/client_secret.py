@@ -1,6 +1,6 @@
-"""POST /v1/realtime/client_secrets: keys for the WebSocket that end soon, so that no page or phone holds the server's own key.
+"""POST /v1/realtime/client_secrets: keys for the WebSocket that expire soon, so that no page or phone needs the server's key.
 
-Each comes with the settings that its sessions begin with. The guard lets it through by its signature (`secret_token.py`).
+Each key carries the settings that its sessions begin with. The guard accepts it by its signature (`secret_token.py`).
 """
 
 import secrets
@@ -18,7 +18,7 @@ from slipstream.serve.audio.secret_token import id_of, signed
 from slipstream.serve.front import Front
 from slipstream.serve.request_body import read
 
-MAX_SECRETS = 1024  # that are valid at a time
+MAX_SECRETS = 1024  # valid at a time
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,13 +34,13 @@ class ClientSecretBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 def settings_of(state: Any, token: str) -> Settings | None:
-    """What a client secret's sessions begin with; None for another key. `state`: the application's."""
+    """The settings that a client secret's sessions begin with; None for another key. `state`: the application's state."""
     end, settings = _kept(state).get(id_of(token), (0, None))
     return settings if end > time.time() else None
 
 
 def _kept(state: Any) -> dict[str, tuple[int, Settings]]:
-    """The end and the settings of each secret, by its id."""
+    """The expiry and the settings of each secret, by its id."""
     return state.__dict__.setdefault("client_secrets", {})
 
 
@@ -53,7 +53,7 @@ async def client_secrets(http: Request) -> Response:
     for id in [id for id, (end, _) in kept.items() if end <= now]:
         del kept[id]
     if len(kept) >= MAX_SECRETS:
-        raise Overloaded(f"{MAX_SECRETS} client secrets are valid; try again later")
+        raise Overloaded(f"{MAX_SECRETS} client secrets are valid, which is the limit; try again later")
     id, end = secrets.token_hex(8), now + (body.expires_after or ExpiresAfter()).seconds
     kept[id] = (end, settings)
     value = signed(id, end, (front.server_config.api_key or "").encode())

@@ -1,10 +1,10 @@
 """The process that decodes audio files: `python -m slipstream.serve.audio.decode_worker`, started by `audio_file.py`.
 
-A file is a program for its decoder, and a few bytes may claim gigabytes. It is decoded here, block by block, by the formats and
-codecs named below alone, inside limits that the kernel keeps: computing time for each file, memory, no files.
+A file is a program for its decoder, and a few bytes may claim gigabytes. It is decoded here, block by block, with only the
+formats and codecs named below. The kernel enforces limits: CPU time for each file, memory, no files.
 
-Messages both ways are framed as `system.framing` says. A request is `HEAD` and the file; an answer is an HTTP
-status in 2 bytes and why the file is refused, or 0 and little-endian 16-bit samples of one channel.
+Messages both ways are framed as `system.framing` says. A request is `HEAD` and the file. An answer is an HTTP
+status in 2 bytes and the reason for the refusal, or 0 and little-endian 16-bit samples of one channel.
 """
 
 import io
@@ -24,7 +24,7 @@ from slipstream.system.framing import read_frame, write_frame
 
 MEMORY = 100 << 20  # bytes of address space beyond what the process starts with, the file included
 MIN_RATE, MAX_RATE, MAX_CHANNELS = 4_000, 192_000, 8
-FORMATS = {  # the name for people -> FFmpeg's
+FORMATS = {  # the name for clients -> FFmpeg's
     "wav": "wav",
     "flac": "flac",
     "ogg": "ogg",
@@ -41,7 +41,7 @@ NOT_AUDIO = f"not an audio file that can be decoded ({', '.join(FORMATS)} can)"
 
 
 class Refused(Exception):
-    """What is wrong with the file, for its sender."""
+    """The file's fault, as a message to the client."""
 
     def __init__(self, message: str, status: int = 400):
         super().__init__(message)
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def format_of(data: bytes) -> str | None:
-    """The key of FORMATS that the first bytes name."""
+    """The key of FORMATS that the first bytes identify."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "wav"
     if data[4:8] == b"ftyp":
@@ -61,7 +61,7 @@ def format_of(data: bytes) -> str | None:
         return "mp3"
     if data[:1] != b"\xff" or data[1:2] < b"\xe0":
         return None
-    return "mp3" if data[1] & 6 else "aac"  # the bits of the layer, which is 0 in AAC alone
+    return "mp3" if data[1] & 6 else "aac"  # the bits of the layer, which is 0 only in AAC
 
 
 def decode(data: bytes, rate: int, max_seconds: float) -> list[bytes]:
@@ -73,7 +73,7 @@ def decode(data: bytes, rate: int, max_seconds: float) -> list[bytes]:
         allowed = {"codec_whitelist": ",".join(CODECS)}
         with av.open(io.BytesIO(data), format=FORMATS[format], options=allowed, metadata_errors="ignore") as container:
             return _blocks(container, rate, max_seconds)
-    except MemoryError:  # FFmpeg's own is one too
+    except MemoryError:  # FFmpeg's memory error is one too
         raise Refused(f"the audio takes more than {MEMORY >> 20} MiB of memory to decode", 413) from None
     except (FFmpegError, ValueError, OverflowError):
         raise Refused(NOT_AUDIO) from None
@@ -81,7 +81,7 @@ def decode(data: bytes, rate: int, max_seconds: float) -> list[bytes]:
 
 def _blocks(container, rate: int, max_seconds: float) -> list[bytes]:
     if not container.streams.audio:
-        raise Refused("the file has no audio in it")
+        raise Refused("the file has no audio stream")
     stream = container.streams.audio[0]
     codec = stream.codec_context
     name = codec.name if codec is not None else "unknown"
@@ -89,8 +89,8 @@ def _blocks(container, rate: int, max_seconds: float) -> list[bytes]:
         raise Refused(f"the codec {name[:50]!r} is not one of {', '.join(sorted(CODECS))}")
     if not (MIN_RATE <= codec.sample_rate <= MAX_RATE and 1 <= codec.channels <= MAX_CHANNELS):
         raise Refused(
-            f"{codec.sample_rate} Hz and {codec.channels} channels: {MIN_RATE} to {MAX_RATE} Hz and at most "
-            f"{MAX_CHANNELS} channels are taken"
+            f"{codec.sample_rate} Hz and {codec.channels} channels; a file must have {MIN_RATE} to {MAX_RATE} Hz and at most "
+            f"{MAX_CHANNELS} channels"
         )
     codec.thread_count = 1
     resampler, out, seconds = AudioResampler("s16", "mono", rate), [], 0.0
@@ -105,7 +105,7 @@ def _blocks(container, rate: int, max_seconds: float) -> list[bytes]:
 
 
 def _samples(resampler: AudioResampler, frame: av.AudioFrame | None) -> list[bytes]:
-    """What the resampler gives for a frame; for None, what it still holds."""
+    """The resampler's output for a frame; for None, the samples that it still holds."""
     return [part.to_ndarray().astype("<i2", copy=False).tobytes() for part in resampler.resample(frame)]
 
 
@@ -121,7 +121,7 @@ def _limit() -> None:
 def main() -> None:
     decode(
         encode(np.zeros(1, np.int16), 16_000, "flac"), 16_000, 1.0
-    )  # PyAV imports some parts late, and files are shut off next
+    )  # PyAV imports some modules late, and opening files is forbidden next
     _limit()
     while (request := read_frame(sys.stdin.buffer)) is not None:
         rate, seconds, computing = HEAD.unpack_from(request)

@@ -1,7 +1,7 @@
 """/v1/realtime: a spoken conversation over one WebSocket, with OpenAI's event names.
 
-What the client says is a streaming input of a running `transcribe` request from its first sample on; each answer is a `chat`
-request of its own, so nothing late of one can enter the next. Speech that begins while an answer goes out ends that answer.
+The client's speech is a streaming input of a running `transcribe` request from its first sample on. Each answer is a `chat`
+request of its own, so late output of one cannot enter the next. Speech that begins during an answer ends that answer.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from slipstream.serve.audio.wire_format import WireFormat
 from slipstream.serve.engine.composite import Composite
 from slipstream.serve.front import Front
 
-SEND_SECONDS = 20.0  # that one event may wait for a client to read
+SEND_SECONDS = 20.0  # that one event waits for the client to read
 MAX_SESSIONS = 32
 MAX_TURN_SECONDS = 60
 MIN_TURN_SECONDS = 0.1
@@ -39,14 +39,14 @@ async def realtime(ws: WebSocket) -> None:
     assert front.composite
     sessions: set[Session] = ws.app.state.__dict__.setdefault("realtime_sessions", set())
     offered = ws.scope.get("subprotocols", ())
-    await ws.accept("realtime" if "realtime" in offered else None)  # a browser wants one of those that it offered
+    await ws.accept("realtime" if "realtime" in offered else None)  # a browser requires one of the subprotocols that it offered
     begins_with = settings_of(ws.app.state, token_of(dict(ws.scope["headers"])))
     settings = begins_with or Settings(front.model, tuple(front.models))
     if ws.query_params.get("intent") == "transcription":
         settings = settings.updated({"type": "transcription"})
     session = Session(ws, front, front.composite, settings)
     if len(sessions) >= MAX_SESSIONS or front.engine.draining:
-        await session.error("the server takes no more sessions now", code="unavailable")
+        await session.error("the server has as many sessions as it takes; try again later", code="unavailable")
         return await ws.close(1013)
     sessions.add(session)
     try:
@@ -63,14 +63,14 @@ async def realtime(ws: WebSocket) -> None:
 
 
 class Session:
-    """One client. Its own events are handled in order; the answer under way is a task beside."""
+    """One client. Its events are handled in order; the running answer is a task of its own."""
 
     def __init__(self, ws: WebSocket, front: Front, composite: Composite, settings: Settings):
         self.ws, self.front, self.composite = ws, front, composite
         self.settings = settings
         self.talk = Conversation()
         self._detector: Detector | None = None
-        self._padding: list[np.ndarray] = []  # samples from before speech began
+        self._padding: list[np.ndarray] = []  # samples before the beginning of speech
         self._hearing: Hearing | None = None
         self._answer: Answering | None = None
         self._tasks: set[asyncio.Task] = set()
@@ -94,7 +94,7 @@ class Session:
                 await self.error(failure.message, failure.param, event.get("event_id"), failure.code)
 
     async def send(self, type: str, **fields: Any) -> None:
-        """One event. Raises Gone where the client leaves it unread for too long."""
+        """Sends one event. Raises Gone if the client leaves it unread for too long."""
         data = json.dumps({"type": type, "event_id": "event_" + secrets.token_hex(8), **fields})
         try:
             async with self._lock, asyncio.timeout(SEND_SECONDS):
@@ -117,12 +117,12 @@ class Session:
         if self._answer:
             self._answer.call.close()
 
-    # -- events of the client
+    # --- events from the client
 
     async def _on(self, event: dict[str, Any]) -> None:
         handler = getattr(self, "_on_" + event["type"].replace(".", "_"), None)
         if handler is None:
-            raise BadRequest(f"type: {event['type'][:100]!r} is not an event that is taken here", "type")
+            raise BadRequest(f"type: {event['type'][:100]!r} is not an event that this server supports", "type")
         await handler(event)
 
     async def _on_session_update(self, event: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Session:
             self._padding = [np.concatenate([*self._padding, samples])[-keep:]] if keep else []
 
     async def _began(self) -> None:
-        """Speech begins: an answer that is under way ends at once."""
+        """Speech begins: a running answer ends at once."""
         await self.send("input_audio_buffer.speech_started", audio_start_ms=0, item_id=self.talk.next_id)
         if self._answer and self.settings.interrupts:
             await self._answer.cancel("turn_detected")
@@ -177,7 +177,7 @@ class Session:
             self._hearing = Hearing(call, rate)
         if self._hearing.seconds + len(samples) / rate > MAX_TURN_SECONDS:
             self._drop_hearing()
-            raise BadRequest(f"audio: a turn is at most {MAX_TURN_SECONDS} s; the buffer was cleared", "audio")
+            raise BadRequest(f"audio: a turn may have at most {MAX_TURN_SECONDS} s; the buffer was cleared", "audio")
         await self._hearing.feed(samples)
 
     def _drop_hearing(self) -> None:
@@ -192,7 +192,9 @@ class Session:
 
     async def _on_input_audio_buffer_commit(self, event: dict[str, Any]) -> None:
         if self._hearing is None or self._hearing.seconds < MIN_TURN_SECONDS:
-            raise BadRequest(f"the buffer holds less than {MIN_TURN_SECONDS * 1000:.0f} ms of audio", "audio")
+            raise BadRequest(
+                f"the buffer holds less than {MIN_TURN_SECONDS * 1000:.0f} ms of audio; append more first", "audio"
+            )
         await self._commit(auto=False)
 
     async def _commit(self, auto: bool) -> None:
@@ -253,22 +255,22 @@ class Session:
 
     async def _on_response_cancel(self, event: dict[str, Any]) -> None:
         if self._answer is None:
-            raise BadRequest("no answer is under way", "type")
+            raise BadRequest("no answer is running", "type")
         await self._answer.cancel("client_cancelled")
 
-    # -- answers
+    # --- answers
 
     async def _respond(self, given: dict[str, Any]) -> None:
         if self.settings.transcribes:
-            raise BadRequest("type: a transcription session gives no answers", "type")
+            raise BadRequest("type: a transcription session does not make answers; use a realtime session", "type")
         if self._answer is not None:
-            raise BadRequest("an answer is under way; cancel it or wait for response.done", "type")
+            raise BadRequest("an answer is running; cancel it or wait for response.done", "type")
         settings = self.settings.for_response(given)
         self._answer = Answering(self, settings)
         self._task(self._answer.run())
 
     async def messages(self, settings: Settings) -> list[dict[str, Any]]:
-        """The conversation as the language model reads it; where it is longer than that, without its oldest messages."""
+        """The conversation as the language model reads it; without its oldest messages if it is too long."""
         messages = self.talk.messages(settings.instructions)
         limits, tokenizer = self.front.engine.limits, self.front.ready_tokenizer()
         if not settings.truncates or limits is None:
@@ -296,18 +298,18 @@ async def _quiet(work) -> Any:
 
 
 def _event(text: str | None) -> dict[str, Any]:
-    """text: None of a binary message."""
+    """text: None for a binary message."""
     try:
         event = json.loads(text or "")
     except (ValueError, RecursionError):
         raise BadRequest("an event must be a JSON object") from None
     if not isinstance(event, dict) or not isinstance(event.get("type"), str):
-        raise BadRequest("type: an event needs its type", "type")
+        raise BadRequest("type: is required in every event", "type")
     return event
 
 
 def _samples(data: Any, format: WireFormat) -> np.ndarray:
-    """base64 of a format's samples to float32."""
+    """Decodes base64 of samples in a format to float32."""
     try:
         return format.decode(base64.b64decode(data, validate=True))
     except (TypeError, ValueError, binascii.Error):

@@ -1,4 +1,4 @@
-"""One answer of a realtime session: a `chat` request of its own, told to the client as it goes."""
+"""One answer of a realtime session: a `chat` request of its own, sent to the client as it runs."""
 
 import base64
 import logging
@@ -21,11 +21,11 @@ log = logging.getLogger("slipstream.http")
 
 
 class Gone(Exception):
-    """The client does not read, or is gone."""
+    """The client does not read, or has left."""
 
 
 def logged(error: Exception) -> Failure:
-    """What a client is told; what nobody foresaw goes to the log with its traceback."""
+    """The error as the client sees it. An unexpected one is logged with its traceback."""
     failure = failure_of(error)
     if failure.code == "internal_error":
         log.error("realtime: fault in the front end", exc_info=error)
@@ -33,7 +33,7 @@ def logged(error: Exception) -> Failure:
 
 
 class Answering:
-    """One answer: waits for what was said, runs a `chat` request, and tells the client as it goes."""
+    """One answer: waits for the transcript, runs a `chat` request, and sends the client its events."""
 
     def __init__(self, session: "Session", settings: Settings):
         self.session, self.settings = session, settings
@@ -42,7 +42,7 @@ class Answering:
         self.call: Any = _NoCall()
         self.cancelled: str | None = None
         self.finish: dict[str, Any] = {"reason": "stop", "usage": None, "calls": []}
-        self.items: list[Item] = []  # of the conversation that this answer has made
+        self.items: list[Item] = []  # items of the conversation that this answer has made
         self.samples = 0
         format = settings.speaks_as
         self._resampler = Resampler(RATE, format.rate) if format.rate != RATE else None
@@ -50,7 +50,7 @@ class Answering:
         self._ended = False
 
     async def cancel(self, why: str) -> None:
-        """Nothing of this answer is sent after its response.done, which is sent now."""
+        """Sends response.done; nothing of this answer is sent after it."""
         self.cancelled = why
         self.call.close()
         await self._end("cancelled", {"type": "cancelled", "reason": why})
@@ -106,7 +106,7 @@ class Answering:
             await self._sound(np.zeros(0, np.int16), last=True)
 
     async def _sound(self, samples: np.ndarray, last: bool = False) -> None:
-        """int16 samples at RATE to the client, in its format."""
+        """Sends int16 samples at RATE to the client in the client's format."""
         if self._resampler:
             samples = self._resampler.feed(samples.astype(np.float32) / 32768, last)
         if len(samples):
@@ -114,7 +114,7 @@ class Answering:
             await self.session.send("response.output_audio.delta", **self._at(), delta=data)
 
     async def _call(self) -> None:
-        """The calls of functions that the answer makes, each an item of its own after the message."""
+        """The answer's function calls, each an item of its own after the message."""
         await self._end_message("completed")
         send = self.session.send
         for call_id, name, arguments in self.finish["calls"]:

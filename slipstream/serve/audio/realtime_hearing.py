@@ -1,4 +1,4 @@
-"""One turn of a realtime session's speech, on its way into a running `transcribe` request, and the words that come back."""
+"""One spoken turn of a realtime session: feeds its samples to a running `transcribe` request and collects the words."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from slipstream.serve.engine.composite import Call
 
 
 class Hearing:
-    """`rate`: of the samples that it is fed."""
+    """`rate`: the sample rate of its input."""
 
     def __init__(self, call: Call, rate: int):
         self.call = call
@@ -23,7 +23,7 @@ class Hearing:
         await self.call.run.feed("audio", self._resampler.feed(samples))
 
     async def words(self) -> AsyncIterator[str]:
-        """Ends the input and gives what was heard, in pieces."""
+        """Ends the input and yields the transcript in pieces."""
         begun = False
         try:
             await self.call.run.feed("audio", self._resampler.feed(np.zeros(0, np.float32), last=True), True)

@@ -1,4 +1,4 @@
-"""A realtime session's conversation: plain state, no I/O but waiting for words that are being heard."""
+"""A realtime session's conversation: plain state. Its only I/O is to wait for transcripts."""
 
 import asyncio
 import secrets
@@ -14,14 +14,14 @@ MAX_ITEMS = 128
 
 @dataclass(eq=False)
 class Item:
-    """One message, call of a function, or what a function gave. `words` is the task that hears it, for a spoken message."""
+    """One message, function call, or function result. `words` is the task that transcribes a spoken message."""
 
     id: str
-    role: str  # of a message; "" for the other two
-    kind: str  # of a message input_text, input_audio, text, audio; else function_call, function_call_output
+    role: str  # for a message; "" for the other two
+    kind: str  # for a message input_text, input_audio, text or audio; else function_call or function_call_output
     previous: str | None
-    text: str = ""  # a call's arguments; what a function gave
-    name: str = ""  # of a called function
+    text: str = ""  # a call's arguments, or a function's result
+    name: str = ""  # the called function's
     call_id: str = ""
     words: asyncio.Task | None = None
     milliseconds: int = 0  # of its audio, for an answer
@@ -39,7 +39,7 @@ class Item:
 
 
 class Conversation:
-    """Items in order, at most `MAX_ITEMS`: the oldest are forgotten."""
+    """Items in order, at most `MAX_ITEMS`: beyond that the oldest are dropped."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -55,7 +55,7 @@ class Conversation:
         return item
 
     def append(self, item: Item, after: Any = None) -> Item:
-        """At the end, or behind the item with the id `after` ("root": at the beginning). Raises BadRequest."""
+        """Inserts at the end, or after the item with the id `after` ("root": at the beginning). Raises BadRequest."""
         at = len(self.items)
         if after is not None:
             at = 0 if after == "root" else self.items.index(self.find(after, "previous_item_id")) + 1
@@ -68,7 +68,7 @@ class Conversation:
         return self.append(self.reserve(role, kind))
 
     def create(self, given: Any, after: Any = None) -> Item:
-        """Takes a client's item in. Raises BadRequest."""
+        """Adds a client's item. Raises BadRequest."""
         given = as_dict(given, "item")
         kind = given.get("type", "message")
         if kind in ("function_call", "function_call_output"):
@@ -76,7 +76,7 @@ class Conversation:
         elif kind == "message":
             item = self._create_message(given)
         else:
-            raise BadRequest("item.type: only message, function_call and function_call_output", "item.type")
+            raise BadRequest("item.type: must be message, function_call or function_call_output", "item.type")
         if isinstance(given.get("id"), str) and 0 < len(given["id"]) <= 64:
             item.id = given["id"]
         return self.append(item, after)
@@ -96,14 +96,14 @@ class Conversation:
     def _create_message(self, given: dict[str, Any]) -> Item:
         role, parts = given.get("role"), given.get("content")
         if role not in ("user", "assistant", "system"):
-            raise BadRequest("item.role: only user, assistant and system", "item.role")
+            raise BadRequest("item.role: must be user, assistant or system", "item.role")
         if not isinstance(parts, list) or not parts:
             raise BadRequest("item.content: expected a list of parts", "item.content")
         texts = []
         for part in parts:
             part = as_dict(part, "item.content")
             if part.get("type") not in ("input_text", "text", "output_text"):
-                raise BadRequest("item.content: only text; speech goes through input_audio_buffer", "item.content")
+                raise BadRequest("item.content: must be text; send speech with input_audio_buffer.append", "item.content")
             texts.append(as_text(part.get("text"), "item.content.text"))
         item = self.reserve(role, "text" if role == "assistant" else "input_text")
         item.text = "\n".join(texts)
@@ -119,22 +119,22 @@ class Conversation:
         self.items.remove(self.find(id))
 
     def truncate(self, id: Any, audio_end_ms: Any) -> None:
-        """Keeps of an answer's words the share that was heard."""
+        """Shortens an answer's words to the share that was played."""
         item = self.find(id)
         if item.role != "assistant" or not isinstance(audio_end_ms, int) or audio_end_ms < 0:
-            raise BadRequest("audio_end_ms: a whole number, of an answer's audio", "audio_end_ms")
+            raise BadRequest("audio_end_ms: must be a whole number of milliseconds, for an item with audio", "audio_end_ms")
         if item.milliseconds and audio_end_ms < item.milliseconds:
             item.text = item.text[: len(item.text) * audio_end_ms // item.milliseconds]
             item.milliseconds = audio_end_ms
 
     async def settled(self) -> None:
-        """Waits until every spoken turn has its words."""
+        """Waits until every spoken turn is transcribed."""
         for item in list(self.items):
             if item.words is not None:
                 await asyncio.shield(item.words)
 
     def messages(self, instructions: str) -> list[dict[str, Any]]:
-        """The conversation as the language model reads it. Raises BadRequest where nobody has said anything."""
+        """The conversation as the language model reads it. Raises BadRequest if it is empty."""
         said: list[dict[str, Any]] = []
         called: set[str] = set()
         for item in self.items:
@@ -145,7 +145,7 @@ class Conversation:
                 said[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
                 called.add(item.call_id)
             elif item.kind == "function_call_output":
-                if item.call_id in called:  # the call may have been forgotten
+                if item.call_id in called:  # the call may have been dropped
                     said.append({"role": "tool", "tool_call_id": item.call_id, "content": item.text})
             elif item.text.strip():
                 said.append({"role": item.role, "content": item.text})
@@ -155,13 +155,14 @@ class Conversation:
 
 
 def fitted(messages: list[dict[str, Any]], room: int, tokens_of: Callable[[str], int]) -> list[dict[str, Any]]:
-    """Without the oldest messages that do not fit into `room` tokens; system messages, and the last user's with what follows,
-    stay. A message's frame counts 8 tokens."""
+    """Drops the oldest messages, so that the rest fits in `room` tokens.
+
+    System messages stay, and so do the last user's message and those after it. A message's frame counts 8 tokens."""
     counts = [8 + tokens_of(str(m["content"] or "") + str(m.get("tool_calls", ""))) for m in messages]
     last = max(i for i, m in enumerate(messages) if m["role"] == "user")
     over, keep = sum(counts) - room, [True] * len(messages)
     for i in range(last):
-        loose = i and not keep[i - 1] and messages[i]["role"] == "tool"  # what a function gave goes with its call
+        loose = i and not keep[i - 1] and messages[i]["role"] == "tool"  # a function's result is dropped with its call
         if messages[i]["role"] != "system" and (over > 0 or loose):
             keep[i], over = False, over - counts[i]
     return [m for m, kept in zip(messages, keep, strict=True) if kept]

@@ -1,4 +1,4 @@
-"""What a realtime session is set to: `session.update` and `response.create` in, OpenAI's session object out. Plain values."""
+"""A realtime session's settings: from `session.update` and `response.create` to OpenAI's session object. Plain values."""
 
 import dataclasses
 import secrets
@@ -13,7 +13,7 @@ from slipstream.serve.audio.wire_format import FORMATS, PCM, WireFormat
 
 MAX_TEXT = 32_768  # characters of one item or of the instructions
 MAX_TOOLS = 128
-# Silence that ends a turn under `semantic_vad`: this server hears loudness only, so eagerness is how long a pause may last.
+# Silence that ends a turn under `semantic_vad`: this server measures loudness only, so eagerness sets how long a pause may be.
 EAGERNESS_MS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
 
 
@@ -39,19 +39,19 @@ def as_text(value: Any, param: str) -> str:
     return value
 
 
-# nothing is traced, and the rest is what a client's copy of a session or a response carries besides
+# tracing has no effect; the rest are further fields of a session or a response that a client sends back
 _IDLE = "tracing metadata object id expires_at"
 _COMMON = "instructions output_modalities max_output_tokens audio tools tool_choice parallel_tool_calls"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `session.update` and `response.create` set."""
+    """The settings of `session.update` and `response.create`."""
 
     model: str = ""
-    models: tuple[str, ...] = ()  # all names of it
+    models: tuple[str, ...] = ()  # all names of the model
     id: str = field(default_factory=lambda: "sess_" + secrets.token_hex(8))
-    transcribes: bool = False  # a transcription session: nothing is answered
+    transcribes: bool = False  # a transcription session: it makes no answers
     instructions: str = ""
     speaks: bool = True
     voice: str = VOICES[0]
@@ -59,22 +59,22 @@ class Settings:
     max_tokens: int | None = 512
     hears_as: WireFormat = PCM
     speaks_as: WireFormat = PCM
-    transcription: dict[str, Any] = field(default_factory=dict)  # as the client wrote it; words are always given
+    transcription: dict[str, Any] = field(default_factory=dict)  # as the client wrote it; transcripts are always sent
     turns: Turns | None = field(default_factory=Turns)
     eagerness: str | None = None  # of `semantic_vad`
-    answers: bool = True  # the end of a turn begins an answer
-    interrupts: bool = True  # the begin of a turn ends one
-    truncates: bool = True  # the oldest items are left out where the conversation is longer than the model reads
+    answers: bool = True  # whether the end of a turn starts an answer
+    interrupts: bool = True  # whether the beginning of a turn ends one
+    truncates: bool = True  # whether the oldest items are left out of a conversation that is too long
     tools: tuple[dict[str, Any], ...] = ()  # as the client wrote them
     tool_choice: Any = "auto"
     parallel: bool = True
 
     def updated(self, session: Any) -> "Settings":
-        """With the fields of a session object. Raises BadRequest for what this server does not have."""
+        """A copy with the fields of a session object. Raises BadRequest for those that are not supported."""
         given = as_dict(session, "session")
         kind = given.get("type", "transcription" if self.transcribes else "realtime")
         if kind not in ("realtime", "transcription"):
-            raise BadRequest("session.type: only realtime and transcription", "session.type")
+            raise BadRequest("session.type: must be realtime or transcription", "session.type")
         if given.get("model") not in (None, self.model, *self.models):
             raise BadRequest(f"session.model: this server has {self.model!r}", "session.model")
         transcribes = kind == "transcription"
@@ -85,14 +85,14 @@ class Settings:
         new = new._input(hears, "session.audio.input")._output(says, "session.audio.output")
         if given.get("truncation") is not None:
             if given["truncation"] not in ("auto", "disabled"):
-                raise BadRequest('session.truncation: "auto" or "disabled"', "session.truncation")
+                raise BadRequest('session.truncation: must be "auto" or "disabled"', "session.truncation")
             new = dataclasses.replace(new, truncates=given["truncation"] == "auto")
         return new
 
     def for_response(self, given: Any) -> "Settings":
         given = as_dict(given, "response")
         if given.get("input") or given.get("conversation") not in (None, "auto"):
-            raise BadRequest("response: input and conversation are not taken here", "response")
+            raise BadRequest("response: input and conversation are not supported; leave them out", "response")
         only(given, f"input conversation {_COMMON} {_IDLE}", "response")
         sound = only(as_dict(given.get("audio"), "response.audio"), "output", "response.audio")
         says = as_dict(sound.get("output"), "response.audio.output")
@@ -105,11 +105,11 @@ class Settings:
         if given.get("output_modalities") is not None:
             kinds = given["output_modalities"]
             if kinds not in (["text"], ["audio"]):
-                raise BadRequest(f'{param}.output_modalities: ["text"] or ["audio"]', f"{param}.output_modalities")
+                raise BadRequest(f'{param}.output_modalities: must be ["text"] or ["audio"]', f"{param}.output_modalities")
             new = dataclasses.replace(new, speaks=kinds == ["audio"])
         if (limit := given.get("max_output_tokens")) is not None:
             if limit != "inf" and not (isinstance(limit, int) and 1 <= limit <= 4096):
-                raise BadRequest(f'{param}.max_output_tokens: 1 to 4096, or "inf"', f"{param}.max_output_tokens")
+                raise BadRequest(f'{param}.max_output_tokens: must be 1 to 4096, or "inf"', f"{param}.max_output_tokens")
             new = dataclasses.replace(new, max_tokens=None if limit == "inf" else limit)
         if given.get("tools") is not None:
             new = dataclasses.replace(new, tools=_tools(given["tools"], f"{param}.tools"))
@@ -128,7 +128,7 @@ class Settings:
             where = f"{param}.transcription"
             words = only(as_dict(hears["transcription"], where), "model language prompt", where)
             if words.get("language") not in (None, "en"):
-                raise BadRequest(f"{where}.language: only en", f"{where}.language")
+                raise BadRequest(f"{where}.language: must be en", f"{where}.language")
             as_text(words.get("prompt") or "", f"{where}.prompt")
             new = dataclasses.replace(new, transcription=words)
         return new._detection(hears["turn_detection"], f"{param}.turn_detection") if "turn_detection" in hears else new
@@ -158,24 +158,24 @@ class Settings:
             only(given, f"{flags} eagerness", param)
             eagerness = given.get("eagerness") or "auto"
             if not isinstance(eagerness, str) or eagerness not in EAGERNESS_MS:
-                raise BadRequest(f"{param}.eagerness: one of {', '.join(EAGERNESS_MS)}", f"{param}.eagerness")
+                raise BadRequest(f"{param}.eagerness: must be one of {', '.join(EAGERNESS_MS)}", f"{param}.eagerness")
             turns = Turns(silence_duration_ms=EAGERNESS_MS[eagerness])
             return dataclasses.replace(new, turns=turns, eagerness=eagerness)
         if kind != "server_vad":
-            raise BadRequest(f"{param}.type: only server_vad and semantic_vad", param + ".type")
+            raise BadRequest(f"{param}.type: must be server_vad or semantic_vad", param + ".type")
         only(given, f"{flags} threshold prefix_padding_ms silence_duration_ms", param)
         numbers = {}
         for name, most in (("threshold", 1.0), ("prefix_padding_ms", 5000), ("silence_duration_ms", 10_000)):
             value = given.get(name)
             if value is not None:
                 if not isinstance(value, int | float) or not 0 <= value <= most:
-                    raise BadRequest(f"{param}.{name}: a number from 0 to {most}", f"{param}.{name}")
+                    raise BadRequest(f"{param}.{name}: must be a number from 0 to {most}", f"{param}.{name}")
                 numbers[name] = value if name == "threshold" else int(value)
         before = self.turns if self.turns and not self.eagerness else Turns()
         return dataclasses.replace(new, turns=dataclasses.replace(before, **numbers), eagerness=None)
 
     def body(self) -> dict[str, Any]:
-        """The language model's parameters: the likeliest words, since a session has no temperature."""
+        """The language model's parameters. Decoding is greedy, since a session has no temperature."""
         out: dict[str, Any] = {"temperature": 0.0} | ({} if self.max_tokens is None else {"max_tokens": self.max_tokens})
         if self.tools:
             functions = [{k: v for k, v in tool.items() if k != "type" and v is not None} for tool in self.tools]
@@ -186,7 +186,7 @@ class Settings:
         return out
 
     def describe(self) -> dict[str, Any]:
-        """The session object. A client may send it back as it is."""
+        """The session object. A client may send it back unchanged."""
         detection: dict[str, Any] | None = None
         if self.turns and self.eagerness:
             detection = {"type": "semantic_vad", "eagerness": self.eagerness}
@@ -222,7 +222,7 @@ def _format(given: Any, param: str) -> WireFormat:
     given = only(as_dict(given, param), "type rate", param)
     found = FORMATS.get(given.get("type", PCM.type)) if isinstance(given.get("type", ""), str) else None
     if found is None or given.get("rate", found.rate) != found.rate:
-        raise BadRequest(f"{param}: audio/pcm at 24000 Hz, or audio/pcmu or audio/pcma at 8000 Hz", param)
+        raise BadRequest(f"{param}: must be audio/pcm at 24000 Hz, or audio/pcmu or audio/pcma at 8000 Hz", param)
     return found
 
 
@@ -233,7 +233,7 @@ def _tools(given: Any, param: str) -> tuple[dict[str, Any], ...]:
         where = f"{param}[{i}]"
         only(as_dict(tool, where), "type name description parameters strict", where)
         if not tool or tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
-            raise BadRequest(f"{where}: only functions, each with its name", where)
+            raise BadRequest(f"{where}: must be of type function and have a name", where)
         as_dict(tool.get("parameters"), f"{where}.parameters")
     return tuple(given)
 
@@ -241,5 +241,5 @@ def _tools(given: Any, param: str) -> tuple[dict[str, Any], ...]:
 def _tool_choice(given: Any, param: str) -> Any:
     named = isinstance(given, dict) and given.get("type") == "function" and isinstance(given.get("name"), str)
     if not named and given not in ("auto", "none", "required"):
-        raise BadRequest(f'{param}: "auto", "none", "required", or a function by its name', param)
+        raise BadRequest(f'{param}: must be "auto", "none", "required", or a function by its name', param)
     return given

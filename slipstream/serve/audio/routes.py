@@ -1,4 +1,4 @@
-"""The routes that a composite model adds to the front end's, or puts in their place."""
+"""The routes of a composite model: each adds to the front end's routes or replaces one."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,16 +36,16 @@ def documented() -> dict[tuple[str, str], Operation]:
     heard = (JSON, TEXT, "application/x-subrip", "text/vtt", EVENTS)
     return {
         ("post", "/v1/chat/completions"): Operation("Answer a conversation", VoiceChatBody, answers=(JSON, EVENTS)),
-        ("post", "/v1/audio/transcriptions"): Operation("Write down what is said", form=_UPLOAD, answers=heard),
+        ("post", "/v1/audio/transcriptions"): Operation("Transcribe speech", form=_UPLOAD, answers=heard),
         ("post", "/v1/audio/translations"): Operation("Refused: the model does not translate", form=_UPLOAD, answers=heard),
-        ("post", "/v1/audio/speech"): Operation("Speak a text", SpeechBody, answers=_SOUND),
-        ("get", "/v1/audio/voices"): Operation("The voices that can speak"),
-        ("post", "/v1/realtime/client_secrets"): Operation("A key for /v1/realtime that ends soon", ClientSecretBody),
+        ("post", "/v1/audio/speech"): Operation("Make speech from a text", SpeechBody, answers=_SOUND),
+        ("get", "/v1/audio/voices"): Operation("The voices of the model"),
+        ("post", "/v1/realtime/client_secrets"): Operation("A key for /v1/realtime that expires soon", ClientSecretBody),
     }
 
 
 def routes() -> list[Route | WebSocketRoute]:
-    """Route list for `app.build`; a plain route of the same path gives way."""
+    """The routes for `app.build`; each replaces a plain route with the same path."""
     gets = {"/v1/audio/voices": voices}
     posts = {
         "/v1/chat/completions": chat,
@@ -62,7 +62,7 @@ def routes() -> list[Route | WebSocketRoute]:
 
 
 def _named(handler):
-    """A component's failure becomes an answer that names it."""
+    """Turns a component's failure into an answer that names the component."""
 
     async def route(http: Request) -> Response:
         try:

@@ -1,12 +1,12 @@
-"""The text of a client secret: what it is made of, where a WebSocket's client sends it, and whether it is valid. Pure."""
+"""The text of a client secret: how it is made, read from a WebSocket's headers, and checked. Pure."""
 
 import hashlib
 import hmac
 import re
 import time
 
-_FORM = re.compile(r"ek_([0-9a-f]{16})([0-9a-f]{8})([0-9a-f]{32})")  # id, end in seconds since 1970, signature
-_OFFERED = "openai-insecure-api-key."  # how a browser, which can set no header, sends a key: as a subprotocol
+_FORM = re.compile(r"ek_([0-9a-f]{16})([0-9a-f]{8})([0-9a-f]{32})")  # id, expiry in seconds since 1970, signature
+_OFFERED = "openai-insecure-api-key."  # the subprotocol in which a browser, which cannot set headers, sends a key
 
 
 def signed(id: str, end: int, key: bytes) -> str:
@@ -19,7 +19,7 @@ def _signature(id: str, end: int, key: bytes) -> str:
 
 
 def is_valid(token: str, key: bytes) -> bool:
-    """Whether a server with this key has made the token, and it has not ended."""
+    """Whether a server with this key has made the token, and it has not expired."""
     found = _FORM.fullmatch(token)
     if found is None:
         return False
@@ -28,13 +28,13 @@ def is_valid(token: str, key: bytes) -> bool:
 
 
 def id_of(token: str) -> str:
-    """ "" for what is not a client secret."""
+    """ "" if the text is not a client secret."""
     found = _FORM.fullmatch(token)
     return found[1] if found else ""
 
 
 def token_of(headers: dict[bytes, bytes]) -> str:
-    """The key that a WebSocket's client sends, as a bearer or as a subprotocol; "" without one."""
+    """The key that a WebSocket's client sends, as a bearer token or as a subprotocol; "" if it sends none."""
     scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if scheme.lower() == "bearer":
         return key.strip()

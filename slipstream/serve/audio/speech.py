@@ -18,7 +18,7 @@ from slipstream.serve.engine.composite import Call
 from slipstream.serve.openai.generate import STREAM_HEADERS
 from slipstream.serve.request_body import read
 
-MAX_INPUT = 4096  # characters to speak, as OpenAI has it
+MAX_INPUT = 4096  # characters to speak; OpenAI's limit
 
 
 class SpeechBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class SpeechBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_voice(voice: Any, param: str = "voice") -> str:
-    """The name, of a voice as JSON has it: a name, or an object with an id."""
+    """The voice's name, from JSON that is a name or an object with an id."""
     name = voice.get("id") if isinstance(voice, dict) else voice
     if name not in (*VOICES, *ALIASES):
         names = f"{', '.join(VOICES)}, or OpenAI's names for it: {', '.join(ALIASES)}"
@@ -45,7 +45,7 @@ def check_voice(voice: Any, param: str = "voice") -> str:
 
 def check_speed(speed: float, param: str = "speed") -> None:
     if not MIN_SPEED <= speed <= MAX_SPEED:
-        raise BadRequest(f"{param}: this voice speaks at {MIN_SPEED} to {MAX_SPEED} times its pace", param)
+        raise BadRequest(f"{param}: must be from {MIN_SPEED} to {MAX_SPEED} for this voice", param)
 
 
 async def voices(http: Request) -> Response:
@@ -62,7 +62,7 @@ async def speech(http: Request) -> Response:
     check_speed(body.speed)
     check_sayable(body.input, "input")
     if body.instructions:
-        raise BadRequest("instructions: this voice takes none", "instructions")
+        raise BadRequest("instructions: not supported by this voice; leave it out", "instructions")
     if why := audio_file.unavailable(body.response_format):
         raise BadRequest(f"response_format: {why}", "response_format")
     tokens = await in_thread(front.ready_tokenizer().encode, body.input, False)
@@ -71,7 +71,7 @@ async def speech(http: Request) -> Response:
     call.feed("text", body.input)
     pieces = _sound(call)
     try:
-        first = await anext(pieces)  # what goes wrong before it is an HTTP error
+        first = await anext(pieces)  # a failure before the first samples is an HTTP error
     except BaseException:
         call.close()
         raise
@@ -88,18 +88,18 @@ async def speech(http: Request) -> Response:
 
 
 async def _sound(call: Call) -> AsyncIterator[np.ndarray]:
-    """A call's samples. Raises BadRequest where there are none."""
+    """A call's samples. Raises BadRequest if there are none."""
     some = False
     async for output in call.run:
         if output.value is not None:
             some = True
             yield output.value
     if not some:
-        raise BadRequest("input: there is no word in it that this voice can say", "input")
+        raise BadRequest("input: must hold a word that this voice can say", "input")
 
 
 async def _speech_events(first: np.ndarray, rest: AsyncIterator[np.ndarray], format: str, heard: int) -> AsyncIterator[dict]:
-    """`heard`: tokens of the text. Sound counts 20 tokens a second, as OpenAI counts what it says itself."""
+    """`heard`: tokens of the text. Sound counts 20 tokens a second, as in OpenAI's API."""
     encoder, samples = audio_file.Encoder(RATE, format), len(first)
     yield _delta(await in_thread(encoder.feed, first))
     async for piece in rest:
@@ -117,7 +117,7 @@ def _delta(data: bytes) -> dict:
 
 
 class Sound(Response):
-    """Audio as it is made. A failure cuts the connection, so that no client takes a part for the whole."""
+    """Audio as it is made. A failure cuts the connection, so that a client does not take a part for the whole."""
 
     def __init__(self, call: Call, first: np.ndarray, rest: AsyncIterator[np.ndarray], format: str, kind: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where speech begins and ends in a stream of samples, by loudness against the background. numpy only; no model."""
+"""Finds where speech begins and ends in a stream of samples, by loudness relative to the background. numpy only."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,23 @@ FRAME_MS = 20
 
 @dataclass(frozen=True)
 class Turns:
-    """What decides where a turn begins and ends (OpenAI's `server_vad`)."""
+    """The thresholds of a turn's beginning and end (OpenAI's `server_vad`)."""
 
-    threshold: float = 0.5  # 0 hears a whisper, 1 only a shout
-    prefix_padding_ms: int = 300  # kept from before the first loud frame
+    threshold: float = 0.5  # 0 detects a whisper, 1 only a shout
+    prefix_padding_ms: int = 300  # kept before the first loud frame
     silence_duration_ms: int = 500  # of quiet that end a turn
-    begin_ms: int = 80  # of loudness that begin one
+    begin_ms: int = 80  # of loudness that begin a turn
 
 
 class Detector:
-    """Feed it samples; it says when speech has begun and when it has ended. Times are in samples since its start."""
+    """Takes samples and reports when speech has begun and when it has ended. Times are in samples since the start."""
 
     def __init__(self, rate: int, turns: Turns):
         self.turns = turns
         self.frame = rate * FRAME_MS // 1000
         self.speaking = False
         self._rest = np.zeros(0, np.float32)
-        self._at = 0  # samples judged
+        self._at = 0  # samples classified
         self._noise = 1e-3  # running estimate of the background's rms
         self._loud = 0  # ms of loudness, or of quiet while speaking, in a row
 

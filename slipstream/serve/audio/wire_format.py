@@ -1,4 +1,4 @@
-"""Samples of a realtime session on the wire: 16 bits at 24 kHz, or G.711 at 8 kHz, as telephones have it."""
+"""The samples of a realtime session on the wire: 16 bits at 24 kHz, or G.711 at 8 kHz, as in telephony."""
 
 import functools
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from slipstream.serve.audio.audio_file import pcm16
 
 @dataclass(frozen=True)
 class WireFormat:
-    """`type`: OpenAI's name of it; `codec`: FFmpeg's, "" for plain samples."""
+    """`type`: OpenAI's name; `codec`: FFmpeg's name, "" for plain samples."""
 
     type: str
     rate: int
@@ -26,7 +26,7 @@ class WireFormat:
         return samples.astype(np.float32) / 32768
 
     def encode(self, samples: np.ndarray) -> bytes:
-        """int16 or float32 samples at `rate` as bytes: for G.711 the codes of the nearest levels."""
+        """int16 or float32 samples at `rate` as bytes; in G.711 each is the code of the nearest level."""
         data = pcm16(samples)
         if not self.codec:
             return data
@@ -42,7 +42,7 @@ FORMATS = {f.type: f for f in (PCM, WireFormat("audio/pcmu", 8_000, "pcm_mulaw")
 
 @functools.cache
 def _levels(codec: str) -> np.ndarray:
-    """int16 [256]: what each byte of a G.711 codec stands for."""
+    """int16 [256]: the level of each byte of a G.711 codec."""
     import av
 
     context = av.CodecContext.create(codec, "r")

@@ -1,4 +1,4 @@
-"""A composite model beside the front end: its conductor, its groups' sockets, and the language model as a component."""
+"""A composite model in a front end: its conductor, its groups' sockets, and the language model as a component."""
 
 import asyncio
 import logging
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("slipstream.serve")
 
-MAX_RUNS = 64  # requests under way; more get 429
+MAX_RUNS = 64  # running requests; further ones get 429
 
 
 class Composite:
-    """Built where the supervisor's hello carries a graph. Runs on the event loop's thread only."""
+    """Created if the supervisor's hello carries a graph. Runs on the event loop's thread only."""
 
     def __init__(self, front: "Front", graph: str, arena: int):
         config = msgspec.json.decode(graph, type=FrontGraph)
@@ -53,7 +53,7 @@ class Composite:
         self._tasks: set[asyncio.Task] = set()
 
     def attach(self, group: int, sock: socket.socket, on_lost: Callable[[], None]) -> None:
-        """A worker group is ready; `sock` is the stream to it. `on_lost` is called when that has ended."""
+        """Connects to a worker group that is ready, by its stream `sock`. `on_lost` is called when the stream has ended."""
         task = asyncio.get_running_loop().create_task(self._serve(group, sock, on_lost))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -62,24 +62,24 @@ class Composite:
         try:
             why = await self.workers[group].serve(sock)
         except (BadFrame, msgspec.MsgspecError) as e:
-            why = f"it has sent something that is not a message: {e}"
+            why = f"it sent bytes that are not a message: {e}"
         log.error("the link to %s was lost: %s", ", ".join(self.workers[group].components), why)
         on_lost()
 
     def unhealthy(self) -> str | None:
         down = [c for g in self.workers.values() if not g.up for c in g.components]
-        return f"starting: component {down[0]} is not up" if down else None
+        return f"starting: component {down[0]} is not ready" if down else None
 
     def open(self, walk: str, wanted, given, params: dict[str, Any]) -> "Call":
-        """Begins a request, counted among the front end's open ones until it is closed."""
+        """Begins a request. It counts as an open one of the front end until it is closed."""
         if self.front.engine.draining:
             self.front.engine.check_ready()
         if len(self.conductor.runs) >= MAX_RUNS:
-            raise Overloaded(f"{MAX_RUNS} audio requests are under way; try again later")
+            raise Overloaded(f"{MAX_RUNS} audio requests are running, which is the limit; try again later")
         return Call(self.front, self.conductor.open(walk, wanted, given, params))
 
     async def _think(self, params: dict[str, Any], messages: list[dict]) -> AsyncIterator[tuple[str, Any]]:
-        """The language model's part of a walk: text as it comes, then how it ended."""
+        """The language model's part of a walk: text as it comes, then the finish reason."""
         front = self.front
         tokenizer, limits = front.ready_tokenizer(), front.engine.check_ready()
         body = msgspec.convert({**params.get("body", {}), "messages": messages, "stream": True}, ChatBody)
@@ -150,18 +150,18 @@ class Call:
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
     def feed(self, port: str, value: Any) -> None:
-        """Gives a whole input, from a task of its own, since it may wait for room."""
+        """Writes a whole input from a task of its own, since it may wait for room."""
 
         async def give() -> None:
             try:
                 await self.run.feed(port, value, True)
             except SlipstreamError:
-                pass  # whoever iterates the run hears of it
+                pass  # the task that iterates the run gets the error
 
         self._tasks.append(asyncio.get_running_loop().create_task(give()))
 
     def close(self) -> None:
-        """Idempotent; ends what has not ended."""
+        """Idempotent; ends the run if it has not ended."""
         for task in self._tasks:
             task.cancel()
         self.run.abort()

@@ -1,4 +1,4 @@
-"""The control socket to the supervisor: one SEQPACKET message each, msgpack, with descriptors beside it."""
+"""The control socket to the supervisor: msgpack in SEQPACKET messages, with descriptors attached."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ Handler = Callable[[object, list[int]], Awaitable[None]]
 
 
 class Control:
-    """The front end's side. Its end means that the supervisor is gone, and then this process ends too."""
+    """The front end's side. When the socket closes, the supervisor is gone, and this process ends too."""
 
     def __init__(self, fd: int):
         self._sock = socket.socket(fileno=fd)
@@ -24,7 +24,7 @@ class Control:
         self._waiting: asyncio.Queue = asyncio.Queue()
 
     def hello(self) -> tuple[Hello, list[int]]:
-        """The first message, waited for, and its descriptors."""
+        """Waits for the first message; returns it with its descriptors."""
         got = self._receive()
         if got is None or not isinstance(got[0], Hello):
             raise SystemExit("front end: the supervisor did not say hello")

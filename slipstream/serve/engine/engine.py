@@ -1,6 +1,6 @@
-"""The front end's view of the engine: who is waiting for what, and the promise that each of them hears one end.
+"""The front end's view of the engine: which requests are open, and the promise that each of them ends exactly once.
 
-Runs on the event loop's thread only. It knows no HTTP: it takes `log.request.Request`s and calls sinks.
+Runs on the event loop's thread only. It does not know HTTP: it takes `log.request.Request`s and calls sinks.
 """
 
 import itertools
@@ -35,7 +35,7 @@ log = logging.getLogger("slipstream.serve")
 
 
 class Sink(Protocol):
-    """Hears of one request. After `finish` or `fail`, of which exactly one comes unless the sink aborted, nothing comes."""
+    """Receives one request's tokens and its end: exactly one `finish` or `fail`, as the last call, unless it aborts."""
 
     def started(self, cached_tokens: int) -> None: ...
 
@@ -52,13 +52,13 @@ class Sink(Protocol):
     def fail(self, failure: Failure) -> None: ...
 
     def flush(self) -> None:
-        """Called once after all that one turn of the loop brought has been told."""
+        """Called once after all calls of one turn of the loop."""
         ...
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request can have at most."""
+    """The limits of one request."""
 
     max_len: int  # prompt and answer together, in tokens
     pages: int = 0
@@ -69,7 +69,7 @@ class Engine:
     """Sends requests to the group's leader and its answers to sinks.
 
     `state` is "starting", "ready", "draining" or "failed"; `reason` says why it is not ready. `on_lost` is called with the
-    incarnation of a leader whose link has ended without a word from the supervisor, which then gives another link.
+    incarnation of a leader whose link has ended without a message from the supervisor. The supervisor then sends another link.
     """
 
     def __init__(self, on_load=None):
@@ -98,11 +98,11 @@ class Engine:
 
     @property
     def live(self) -> int:
-        """Requests that have had no end yet."""
+        """The number of requests that have not ended."""
         return len(self._live)
 
     async def attach(self, message: Attach, sock: socket.socket) -> None:
-        """A leader is ready; `sock` is the stream to it."""
+        """Connects to a leader that is ready, by its stream `sock`."""
         if self._link is not None:
             self._lose(self._link, "another process has taken the model over")
         holder: list[Link] = []
@@ -122,12 +122,12 @@ class Engine:
         self._failed, self.reason = True, message.reason
 
     def drain(self) -> None:
-        """No new requests from now on; running ones go on."""
+        """Refuses new requests from now on; running ones go on."""
         self.draining = True
         self.reason = "the server is shutting down"
 
     def fail_all(self, failure: Failure) -> None:
-        """Ends everything that is still running, here and at the leader."""
+        """Ends all requests that still run, here and at the leader."""
         for id in list(self._live):
             self._end(id, "fail", failure)
             if self._link is not None:
@@ -140,16 +140,16 @@ class Engine:
                 Failure(503, self.reason or "the model is not ready", code="unavailable", retry_after=self.retry_after)
             )
         if self._link.full:
-            raise Overloaded("the engine is not taking requests fast enough; try again later")
+            raise Overloaded("the engine does not take requests fast enough; try again later")
         return self.limits
 
     def next_id(self) -> int:
         return next(self._ids)
 
     def submit(self, request: Request, sink: Sink, more: Sequence[tuple[Request, Sink]] = ()) -> None:
-        """Hands a validated request over, with `more` choices: the same request with the next choice numbers.
+        """Sends a validated request, with `more` choices: the same request with the next choice numbers.
 
-        They travel together, since what they share may be large. Raises Failed or Overloaded, and then nothing was handed over.
+        They travel together, since their shared prompt may be large. If it raises Failed or Overloaded, nothing was sent.
         """
         self.check_ready()
         assert self._link is not None
@@ -163,14 +163,14 @@ class Engine:
             self._link.send(Abort(id, kept))
 
     def _broke(self, link: Link, why: str) -> None:
-        """The link has ended by itself. The leader may be alive and well, so the supervisor is told."""
+        """The link has ended by itself. The leader may still run, so the supervisor is notified."""
         if link is self._link:
             log.error("the link to the model's process was lost: %s", why)
             self._lose(link, why)
             self.on_lost(self.incarnation)
 
     def _lose(self, link: Link, why: str) -> None:
-        """The leader is gone: everybody it served hears so, once."""
+        """The leader is gone: each of its requests fails, once."""
         if link is not self._link:
             return
         self._link = None
@@ -242,7 +242,7 @@ class Engine:
             self._broken(id)
 
     def _broken(self, id: int) -> None:
-        """A fault of our own in a sink: that request ends, the others go on."""
+        """A bug in a sink: that request ends, the others go on."""
         log.exception("request %d: fault while handling its tokens", id)
         sink = self._live.get(id)
         self.abort(id)

@@ -9,7 +9,7 @@ from slipstream.serve.text.choice import Choice
 
 
 class Generation:
-    """Runs on the event loop. `close` must be called in every case; it aborts what has not ended."""
+    """Runs on the event loop. `close` must be called in every case; it aborts the choices that have not ended."""
 
     def __init__(self, engine: Engine):
         self.answers: list[Choice] = []
@@ -38,14 +38,14 @@ class Generation:
         self.leave()
 
     def leave(self) -> None:
-        """The client is gone: the engine hears at once."""
+        """The client is gone: aborts at the engine at once."""
         self.gone = True
         for answer in self.answers:
             answer.abort()
         self._wake()
 
     def notify(self, answer: Choice) -> None:
-        """`answer` has something new, or has ended."""
+        """Called when `answer` has news or has ended."""
         if answer.ended:
             self._ended.add(answer.index)
             if answer.failure is not None and self._failure is None:
@@ -58,9 +58,9 @@ class Generation:
             self._waiter.set_result(None)
 
     async def changed(self) -> list[Choice]:
-        """Waits for news and returns the answers that have some, ordered as it came.
+        """Waits for news; returns the answers that have some, in the order in which it came.
 
-        Raises Failed once one of them has failed and its last news was returned. An empty list means that there is no more: all
+        Raises Failed once one of them has failed and its last news was returned. An empty list means the end: all
         have ended, or the client is gone.
         """
         while True:

@@ -1,4 +1,4 @@
-"""The stream socket to a group's leader on the event loop; `system.framing` says how messages stand in it."""
+"""The stream socket to a group's leader on the event loop; `system.framing` defines the format of its messages."""
 
 import asyncio
 import socket
@@ -12,11 +12,11 @@ from slipstream.process.protocol import ToFront, ToLeader
 from slipstream.system.framing import BadFrame, Frames, frame
 
 MAX_UNSENT = 256 << 20  # bytes
-TURN_SECONDS = 0.005  # of handling messages in one turn of the loop; the clients' sockets have their turn in between
+TURN_SECONDS = 0.005  # for messages in one turn of the loop; the clients' sockets have their turn in between
 
 
 class Link(asyncio.Protocol):
-    """One connection to a leader. `on_messages` gets what one turn of the loop may handle; `on_lost` is called once."""
+    """One connection to a leader. `on_messages` gets the messages of one turn of the loop; `on_lost` is called once."""
 
     def __init__(self, on_messages: Callable[[Iterable[ToFront]], None], on_lost: Callable[[str], None]):
         self._on_messages = on_messages
@@ -48,13 +48,13 @@ class Link(asyncio.Protocol):
         try:
             self._waiting.extend(map(self._decode, self._frames.feed(data)))
         except (BadFrame, msgspec.MsgspecError) as e:
-            self._why = f"the model's process sent something that is not a message: {e}"
+            self._why = f"the model's process sent bytes that are not a message: {e}"
             self.close()
             return
         self._handle()
 
     def _handle(self) -> None:
-        """Hands on what has come. What one turn cannot handle waits for the next, and the leader with it."""
+        """Hands on the messages that have come. Those that do not fit in one turn wait for the next, and so does the leader."""
         if self._waiting:
             self._on_messages(self._turn())
         if self._transport is None:

@@ -1,16 +1,16 @@
-"""Whether the ranks move: the board's counters, sampled, and how long ago each rank's last changed."""
+"""Whether the ranks move: samples the board's counters and keeps the time when each rank's last changed."""
 
 import time
 
 from slipstream.process.board import Board
 
-BEAT_SECONDS = 10.0  # a loop turns even when it waits
+BEAT_SECONDS = 10.0  # a loop counts its turns even while it waits
 
 
 class Progress:
-    """Call `look` about once a second. A rank that was not seen since its start is not stalled.
+    """Call `look` about once a second. A rank not yet seen since its start does not count as stalled.
 
-    An idle leader writes an entry each second, so counters that stand still for `step_timeout` seconds are a step that hangs.
+    An idle leader writes an entry each second, so counters that stand still for `step_timeout` seconds mean a step that hangs.
     """
 
     def __init__(self, board: Board | None, step_timeout: float):
@@ -25,7 +25,7 @@ class Progress:
         now, seen = time.monotonic(), {}
         for s in self._board.ranks():
             if s.state == "starting":
-                continue  # loading and compiling turn no loop
+                continue  # the loop does not turn while the rank loads and compiles
             work = (s.incarnation, s.pid, s.applied, s.launched, s.arrived, s.settled)
             old = self._seen.get((s.group, s.rank))
             work_at = old[1] if old and old[0] == work else now
@@ -34,7 +34,7 @@ class Progress:
         self._seen = seen
 
     def stalled(self) -> str | None:
-        """The rank that has stood still for too long, in words, or None."""
+        """A sentence that names the rank that has stood still for too long, or None."""
         now = time.monotonic()
         for (group, rank), (_, work_at, _, beat_at) in self._seen.items():
             if now - beat_at > self._beat_seconds:

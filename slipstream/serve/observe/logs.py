@@ -1,4 +1,4 @@
-"""The front end's log lines: for people, or one JSON object each for programs. Prompts and answers are in neither."""
+"""The front end's log lines: for people, or one JSON object each for programs. Neither holds prompts or answers."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class Lines(logging.Handler):
-    """To standard error. What nobody can read is lost; the front end goes on."""
+    """Writes to standard error. If that is closed, lines are lost and the front end goes on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -34,10 +34,10 @@ class Lines(logging.Handler):
 
 
 def set_up(level: str, form: str) -> None:
-    """Lines of `level` and above to standard error, as "text" or "json"."""
+    """Logs lines of `level` and above to standard error, as "text" or "json"."""
     handler = Lines()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its faults are logged by the application
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # the application logs its errors
     logging.getLogger("asyncio").setLevel(logging.WARNING)

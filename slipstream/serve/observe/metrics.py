@@ -1,7 +1,7 @@
 """Counters, gauges and histograms of the front end, and of the engine as its leader reports it, in Prometheus' text form.
 
-Names follow vLLM's with the prefix `slipstream:`. What a front end counts itself is summed over all front ends of the server
-(`shared_counters`); what the leader reports reaches each of them, so it is not.
+Names follow vLLM's with the prefix `slipstream:`. A front end's own counts are summed over all front ends of the server
+(`shared_counters`). The leader's report reaches each of them, so it is not summed.
 """
 
 from bisect import bisect_left
@@ -50,7 +50,7 @@ PHASES = ("plan", "publish", "launch", "settle")
 
 
 class Histogram:
-    """Counts per bucket, then the sum of what was observed; `observe` is two additions."""
+    """Counts per bucket, then the sum of the observed values; `observe` costs two additions."""
 
     __slots__ = ("bounds", "_cells", "_own")
 
@@ -74,7 +74,7 @@ class Histogram:
 
 
 def _add(totals: dict, new: dict, old: dict) -> None:
-    """Adds what a leader's own count has grown by."""
+    """Adds the growth of a leader's own count."""
     for name, value in new.items():
         totals[name] = totals.get(name, 0) + value - old.get(name, 0)
 
@@ -91,22 +91,22 @@ class Metrics(Collector):
         self.inter_token = Histogram(ITL, shared_counters)  # seconds
         self.end_to_end = Histogram(E2E, shared_counters)  # seconds
         self._requests = shared_counters.cells(len(REASONS))
-        self.step_tokens = Histogram(STEP_TOKENS, SharedCounters())  # of the leader, so not summed
+        self.step_tokens = Histogram(STEP_TOKENS, SharedCounters())  # the leader's, so not summed
         self.steps: dict[str, int] = dict.fromkeys(ORDERS, 0)
         self.host_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self._load: Load | None = None
-        self._counted: Load | None = None  # the last report that went into the counters
+        self._counted: Load | None = None  # the last report added to the counters
         self._pages_total = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def prompt(self, tokens: int) -> None:
-        """A prompt of so many tokens was admitted."""
+        """Counts an admitted prompt of that many tokens."""
         self._own_tokens[0] += tokens
 
     def token(self) -> None:
-        """One more token was generated."""
+        """Counts one generated token."""
         self._own_tokens[1] += 1
 
     def ended(self, reason: str, seconds: float | None) -> None:
@@ -115,7 +115,7 @@ class Metrics(Collector):
             self.end_to_end.observe(seconds)
 
     def on_load(self, load: Load | None, first: bool) -> None:
-        """Takes a leader's report; None when the leader is gone, which leaves an idle load."""
+        """Takes a leader's report. None means that the leader is gone, and sets the load to idle."""
         self._load = load
         if load is None:
             return

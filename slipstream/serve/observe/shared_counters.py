@@ -1,7 +1,7 @@
-"""Numbers that are added to in one front end and summed over all of them: doubles in shared memory, a block for each.
+"""Counters that each front end adds to and that are summed over all: doubles in shared memory, one block a front end.
 
-Every process lays its block out alike, since all run the same code with the same configuration. A reader may see two numbers of
-one event in the midst of its update, as with any counters.
+Every process lays out its block in the same way, since all run the same code with the same configuration. A reader may see
+one of an event's two numbers updated and the other not yet, as with any counters.
 """
 
 import mmap
@@ -11,7 +11,7 @@ BLOCK_BYTES = 4096
 
 
 class Cells:
-    """A few neighbouring numbers: `own` is added to, `sums` are of all front ends."""
+    """A few neighbouring numbers: `own` is this front end's, `sums` are those of all front ends."""
 
     __slots__ = ("own", "_rows")
 
@@ -24,10 +24,10 @@ class Cells:
 
 
 class SharedCounters:
-    """The numbers of front end `index` among `count`."""
+    """The counters of front end `index` of `count`."""
 
     def __init__(self, fd: int | None = None, index: int = 0, count: int = 1):
-        """fd: a memfd that all front ends map; None where there is but one."""
+        """fd: a memfd that all front ends map; None if there is only one."""
         fd = os.memfd_create("slipstream-tally", os.MFD_CLOEXEC) if fd is None else fd
         os.ftruncate(fd, count * BLOCK_BYTES)
         whole = memoryview(mmap.mmap(fd, count * BLOCK_BYTES))

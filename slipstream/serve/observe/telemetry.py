@@ -1,7 +1,7 @@
 """OpenTelemetry traces of requests, by flag: one span per choice with its queue, prefill and decode inside.
 
 Names follow OpenTelemetry's conventions for generative AI where those have one. No prompt and no answer is ever part of a span.
-Spans are sent in batches from the exporter's own thread; what the collector does not take is dropped.
+Spans are sent in batches from the exporter's own thread; spans that the collector does not take are dropped.
 """
 
 import time
@@ -83,7 +83,7 @@ class Telemetry:
         span.end(at(end))
 
     def flush(self) -> None:
-        """Sends what is still held back, within a few seconds."""
+        """Sends the spans that are still held back, within a few seconds."""
         self._provider.force_flush(3000)
 
 

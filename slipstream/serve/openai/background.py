@@ -1,4 +1,4 @@
-"""Responses that run without a client. The client that asked for a stream may watch; when it leaves, the response goes on."""
+"""Responses that run without a client. A client that asked for a stream may watch. When it leaves, the response goes on."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams
 from slipstream.serve.text.prompts import Prompt
 
-MAX_BACKGROUND = 256  # responses at a time
-CANCEL_SECONDS = 0.1  # between looks at whether a response was cancelled
-MAX_UNREAD_BYTES = 1 << 20  # of events that wait for a client; more, and it is cut off
+MAX_BACKGROUND = 256  # responses that run at a time
+CANCEL_SECONDS = 0.1  # between checks whether a response was cancelled
+MAX_UNREAD_BYTES = 1 << 20  # of events that wait for a client; a client with more is cut off
 
 _tasks: set[asyncio.Task] = set()
 
@@ -36,7 +36,7 @@ async def begin(
     born: float,
     cut: Callable[[], None] | None,
 ) -> Response:
-    """Starts a response and answers with what there is of it, or with a stream of it. cut: drops the client's connection."""
+    """Starts a response. Answers with its present state, or with a stream of it. cut: drops the client's connection."""
     if len(_tasks) >= MAX_BACKGROUND:
         raise Overloaded(f"{MAX_BACKGROUND} responses run in the background; try again later")
     record = encode({"response": form.value})
@@ -82,10 +82,10 @@ async def _run(
 
 
 async def _obey(front: Front, generation: Generation, key: str, record: bytes) -> None:
-    """Ends the response once it was cancelled or deleted, in whichever front end; keeps its record in the store until then."""
+    """Ends the response once any front end has cancelled or deleted it. Keeps its record in the store until then."""
     store = front.response_store
     while (state := store.state(key)) in ("kept", "lost"):
-        if state == "lost":  # others' records have pushed it out
+        if state == "lost":  # newer records have pushed it out
             store.put(key, record)
         await asyncio.sleep(CANCEL_SECONDS)
     generation.leave()

@@ -1,8 +1,8 @@
-"""The bodies that clients send, as structs: the routes decode with them and the OpenAPI document is made from them.
+"""The bodies that clients send, as structs. The routes decode with them, and the OpenAPI document is made from them.
 
-Ranges stand in the types, so a value out of range is refused with its field's path, and the document shows them. Where structs
-share a place, their tag is `type`; a struct alone has `type` as a field, since a missing tag would pass there. A JSON null
-counts as absent. Imports nothing but msgspec and what all bodies share.
+Ranges are part of the types, so a value out of range is refused with its field's path, and the document shows them. Structs
+that share a place have the tag `type`. A struct alone has `type` as a field, since a missing tag would pass there. A JSON
+null counts as absent. Imports only msgspec and `ignored`.
 """
 
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ MAX_PROMPTS = 2048
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Verbosity = Literal["low", "medium", "high"]  # a hint that no chat template has a variable for
+Verbosity = Literal["low", "medium", "high"]  # a hint for which no chat template has a variable
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -36,7 +36,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer must look like, as vLLM asks for it: one of the first five."""
+    """vLLM's constraints on an answer: exactly one of the first five."""
 
     json: dict[str, Any] | str | None = None  # a JSON schema
     regex: Annotated[str, Meta(min_length=1)] | None = None
@@ -44,7 +44,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: Annotated[str, Meta(min_length=1)] | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None  # false: objects are as open as JSON schema has them
+    disable_additional_properties: bool | None = None  # false: objects are open, as JSON Schema defines them
     whitespace_pattern: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
@@ -87,20 +87,22 @@ class CompletionBody(Generate, kw_only=True):
     """POST /v1/completions."""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    max_tokens: Count | None = None  # 0 is for `echo`: nothing but the prompt comes back
+    max_tokens: Count | None = None  # 0 is for `echo`: only the prompt comes back
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # `n`: all that are made are given
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None  # must equal `n`: every choice is returned
     suffix: None = None
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
-    cache_control: dict[str, Any] | None = None  # Anthropic's, which clients of many servers send; whatever is alike is reused
+    cache_control: dict[str, Any] | None = (
+        None  # Anthropic's, sent by clients of many servers; equal prefixes are reused anyway
+    )
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", forbid_unknown_fields=True):
-    """What an assistant's earlier answer said instead of a text."""
+    """An assistant's earlier refusal, instead of a text."""
 
     refusal: str
 
@@ -143,7 +145,7 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AllowedChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
-    """Some of the tools only."""
+    """Allows only some of the tools."""
 
     allowed_tools: AllowedTools
 
@@ -159,7 +161,7 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function: CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # in messages put together from a stream
+    index: int | None = None  # present in messages assembled from a stream
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -171,7 +173,7 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     reasoning: str | None = None  # the same under its other name
     tool_call_id: str | None = None
     cache_control: dict[str, Any] | None = None
-    # what a client's own copy of an answer carries besides
+    # further fields of an answer that a client sends back
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None

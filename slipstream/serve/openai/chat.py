@@ -1,4 +1,4 @@
-"""From a conversation's body to a plan and a prompt, with its tools and the model's reasoning; for every route that chats."""
+"""From a conversation's body to a plan and a prompt, with its tools and the model's reasoning; for every chat route."""
 
 from slipstream.serve.engine.engine import RequestLimits
 from slipstream.serve.openai.bodies import ChatBody
@@ -13,13 +13,13 @@ from slipstream.tokenize.tokenizer import Tokenizer
 def plan_chat(
     body: ChatBody, dialect: Dialect, tokenizer: Tokenizer, limits: RequestLimits
 ) -> tuple[GenerationParams, list[Prompt]]:
-    """Blocking, since templates may take their time. Raises BadRequest naming the field."""
+    """Blocking: a template may take seconds. Raises BadRequest naming the field."""
     choice = choose(body, dialect)
     bound = None
     if choice.calls:
         own = structure_of(body)
         bound = Structure(choice.calls, "tools")
-        if choice.either and own is not None:  # the field named is the one whose schema is likelier to have been refused
+        if choice.either and own is not None:  # the error names the field whose schema is the likelier cause
             strict = any(tool.function.strict for tool in body.tools or ())
             either = of_parts(choice.either, own.param, call=choice.calls, answer=own.text)
             bound = Structure(either, "tools" if strict else own.param)

@@ -1,4 +1,4 @@
-"""The two generating routes: all is checked and tokenized before anything is submitted, then answered whole or streamed."""
+"""The two generating routes. A request is checked and tokenized before it is submitted, then answered whole or as a stream."""
 
 import time
 from array import array
@@ -26,7 +26,7 @@ from slipstream.serve.text.logprobs import TokenNames
 from slipstream.serve.text.params import GenerationParams
 from slipstream.serve.text.prompts import Prompt, prepare
 
-STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # of whatever is sent as it is made
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # of every stream
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), *STREAM_HEADERS]
 
 
@@ -39,7 +39,7 @@ async def chat_completions(http: HttpRequest) -> Response:
 
 
 async def answer_chat(http: HttpRequest, front: Front, body: ChatBody, born: float) -> Response:
-    """A conversation in text, of a route that has decoded its body itself."""
+    """Answers a conversation in text, for a route that has decoded its body itself."""
     desk = front.desk(True)
     found = await prepare(None, lambda: chat(body, desk, b""))
     return await _answer_chat(http, front, found.plan, found.prompts, born)
@@ -65,12 +65,12 @@ async def completions(http: HttpRequest) -> Response:
 def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> list[tuple[Prompt, Request]]:
     """One engine request per choice, in the order of choice indices. Choice k draws from (seed, k).
 
-    Raises BadRequest for more than may wait: all wait at first, so an idle server would refuse them just the same.
+    Raises BadRequest for more requests than may wait. All wait at first, so even an idle server would refuse them.
     """
     count, most = plan.n * len(prompts), front.engine_config.max_queue
     if count > most:
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
-        raise BadRequest(f"{what} make {count} requests, of which {most} (--max-queue) can wait; send fewer together", param)
+        raise BadRequest(f"{what} make {count} requests, and at most {most} (--max-queue) can wait; send fewer together", param)
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
     grammar, out = plan.grammar, []
     for prompt in prompts:
@@ -82,10 +82,10 @@ def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> 
 
 
 def _scored(request: Request) -> Request:
-    """A request that generates nothing, for an engine that generates at least one token: the prompt's last token is forced.
+    """A request without generated tokens. The engine generates at least one, so the prompt's last token is forced.
 
-    Its log probabilities come with it, as they would with the prompt, and the prompt may be as long as the model allows. A
-    prompt of one token has no log probabilities; the engine generates a token then, which nobody sees.
+    Its log probabilities are those that it has in the prompt, and the prompt may be as long as the model allows. A prompt of
+    one token has no log probabilities; the engine then generates a token that is not shown.
     """
     ids, sampling = request.prompt, request.sampling
     if request.prompt_len == 1:
@@ -95,7 +95,7 @@ def _scored(request: Request) -> Request:
     return msgspec.structs.replace(request, prompt=ids[:-4], sampling=forced, grammar=b"")
 
 
-FORCING = 1e9  # a logit bias that no logit outweighs
+FORCING = 1e9  # a logit bias larger than any logit
 MakeForm = Callable[
     [str, int, str, GenerationParams, TokenNames, list[Choice]], Shape
 ]  # id, created, model, plan, names, answers
@@ -104,7 +104,7 @@ MakeForm = Callable[
 async def answer(
     http: HttpRequest, front: Front, plan: GenerationParams, prompts: list[Prompt], shape: MakeForm, id: str, born: float
 ) -> Response:
-    """Generates, and answers whole or as a stream."""
+    """Generates; answers whole or as a stream."""
     assert front.tokenizer is not None and front.names is not None and front.grammars is not None
     if plan.structure is not None:
         await front.grammars.check(plan.structure)
@@ -138,7 +138,7 @@ async def answer(
 
 
 class Stream(Response):
-    """Server-sent events. What arrived in one turn of the loop goes out in one write."""
+    """Server-sent events. The events of one turn of the loop go out in one write."""
 
     def __init__(self, front: Front, generation: Generation, form: Shape):
         super().__init__()

@@ -14,7 +14,7 @@ class Said(NamedTuple):
 
     content: str
     reasoning: str
-    calls: list[tuple[str, str, str]]  # (id, function, arguments); one that was cut off is left out
+    calls: list[tuple[str, str, str]]  # (id, function, arguments); a call that was cut off is left out
 
 
 def gather(parts: list[Part]) -> Said:
@@ -59,7 +59,7 @@ class ReadWriter(ChatWriter):
     def events(self, answer: Choice) -> Iterator[bytes]:
         yield from self._opened(answer)
         piece = answer.take()
-        for i, part in enumerate(piece.parts):  # the tokens go with the first
+        for i, part in enumerate(piece.parts):  # the tokens go with the first event
             yield from self._event(answer, {"delta": delta(part)}, piece if i == 0 else None, False)
         left = piece if not piece.parts else None
         if answer.finish_reason is not None:

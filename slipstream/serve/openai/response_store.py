@@ -1,7 +1,7 @@
-"""Records that are kept for a while, in shared memory that every front end of a server maps.
+"""Keeps records for a while, in shared memory that every front end of a server maps.
 
-A ring of bytes and a ring of index entries: what is new overwrites what is oldest, so both are bounded, and a record also ends
-by age. Anonymous memory: nothing is left behind, however the server ends.
+A ring of bytes and a ring of index entries: new data overwrites the oldest, so both are bounded. A record also ends
+by age. The memory is anonymous, so nothing is left behind, however the server ends.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 DATA_BYTES = 64 << 20
 ENTRIES = 4096
-RECORD_BYTES = DATA_BYTES // 16  # of one record at most, so that a few large ones do not push all others out
+RECORD_BYTES = DATA_BYTES // 16  # the most in one record, so that a few large ones do not push out all others
 SECONDS = 3600.0
 KEY = re.compile(r"[0-9a-f]{24}")
 State = Literal["kept", "marked", "removed", "lost"]
@@ -28,12 +28,12 @@ _BYTES = _HEAD.itemsize + ENTRIES * _ENTRY.itemsize + DATA_BYTES
 
 
 class ResponseStore:
-    """Keys are 24 hexadecimal digits. The newest record of a key counts. Times are of the clock that all processes share."""
+    """Keys are 24 hexadecimal digits. The newest record of a key counts. Times are from the clock that all processes share."""
 
     def __init__(self, fd: int | None = None, seconds: float = SECONDS):
-        """fd: a memfd that the processes share; None makes one of this process's own."""
+        """fd: a memfd that the processes share; None creates one for this process alone."""
         self._fd = os.memfd_create("slipstream-shelf", os.MFD_CLOEXEC) if fd is None else fd
-        os.ftruncate(self._fd, _BYTES)  # the same in every process; pages come when they are written
+        os.ftruncate(self._fd, _BYTES)  # the same in every process; the kernel adds pages when they are written
         self._map = mmap.mmap(self._fd, _BYTES)
         self._head = np.frombuffer(self._map, _HEAD, 1)
         self._entries = np.frombuffer(self._map, _ENTRY, ENTRIES, _HEAD.itemsize)
@@ -42,7 +42,7 @@ class ResponseStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Against other processes; within one, everything runs on the event loop's thread. Held for a copy's time."""
+        """A lock against other processes; within one, all calls are on the loop's thread. Held while a record is copied."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
             yield
@@ -50,7 +50,7 @@ class ResponseStore:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def put(self, key: str, data: bytes) -> bool:
-        """Keeps a record; False where it is too large to be kept."""
+        """Keeps a record; returns False if it is too large."""
         if len(data) > RECORD_BYTES:
             return False
         with self._locked():
@@ -84,14 +84,14 @@ class ResponseStore:
             return at is not None
 
     def mark(self, key: str) -> None:
-        """Sets the record's flag, which whoever works on it looks at."""
+        """Sets the record's flag; the front end that runs the response checks it."""
         with self._locked():
             at = self._find(key)
             if at is not None:
                 self._entries["flag"][at] = 1
 
     def state(self, key: str) -> State:
-        """What became of the record; "lost" when it has ended by age or was pushed out, or never was."""
+        """The state of the record: "lost" if it has expired, was pushed out, or never existed."""
         with self._locked():
             at = self._newest(key)
             if at is None:
@@ -102,14 +102,14 @@ class ResponseStore:
             return "marked" if entry["flag"] else "kept" if self._is_kept(at) else "lost"
 
     def _newest(self, key: str) -> int | None:
-        """The place of the key's newest entry, whatever became of the record."""
+        """The index of the key's newest entry, in whatever state the record is."""
         if not KEY.fullmatch(key):
             return None
         hits = np.flatnonzero(self._entries["key"] == key.encode())
         return int(hits[np.argmax(self._entries["begin"][hits])]) if len(hits) else None
 
     def _find(self, key: str) -> int | None:
-        """The place of the key's record, None where it has none, or it is removed or lost."""
+        """The index of the key's record; None if there is none, or it is removed or lost."""
         at = self._newest(key)
         return at if at is not None and not self._entries["gone"][at] and self._is_kept(at) else None
 

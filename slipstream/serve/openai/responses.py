@@ -1,4 +1,4 @@
-"""/v1/responses: create, count, retrieve, list, cancel, delete. Stored responses stand in the front ends' `ResponseStore`."""
+"""/v1/responses: create, count, retrieve, list, cancel, delete. Stored ones are in the front ends' `ResponseStore`."""
 
 import asyncio
 import secrets
@@ -71,7 +71,7 @@ async def input_tokens(http: HttpRequest) -> Response:
 
 
 def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
-    """Says that the response is too large to be stored: to its own client, or in the store where it ran in the background."""
+    """Reports that the response is too large to be stored: to its client, or in the store if it ran in the background."""
     value["store"] = False
     if value["background"]:
         error = {"code": "server_error", "message": f"the response is larger than the {RECORD_BYTES} bytes that can be stored"}
@@ -80,7 +80,7 @@ def _not_kept(front: Front, key: str, value: dict[str, Any]) -> None:
 
 
 class Record(msgspec.Struct):
-    """What is stored of a response."""
+    """The stored form of a response."""
 
     response: dict[str, Any]
     messages: msgspec.Raw = msgspec.Raw(b"[]")  # the conversation, the answer included
@@ -91,7 +91,7 @@ def _find(front: Front, id: str, param: str) -> Record:
     """The record of a stored response. Raises BadRequest (404)."""
     data = front.response_store.get(id.removeprefix("resp_")) if id.startswith("resp_") else None
     if data is None:
-        raise BadRequest(f"{param}: no response of this id is stored here; they are kept for an hour at most", param, 404)
+        raise BadRequest(f"{param}: no response with this id is stored; responses are kept for an hour at most", param, 404)
     return msgspec.json.decode(data, type=Record)
 
 
@@ -99,7 +99,7 @@ def _earlier(front: Front, id: str) -> bytes:
     """The conversation that ends with a stored response, as JSON."""
     record = _find(front, id, "previous_response_id")
     if record.response["status"] not in ("completed", "incomplete"):
-        raise BadRequest("previous_response_id: that response has no whole answer", "previous_response_id")
+        raise BadRequest("previous_response_id: the response is not complete; wait for its end", "previous_response_id")
     return bytes(record.messages)
 
 
@@ -111,7 +111,7 @@ async def stored(http: HttpRequest) -> Response:
 async def retrieve(http: HttpRequest) -> Response:
     """GET /v1/responses/{id}."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise BadRequest("stream: a stored response is given whole", "stream")
+        raise BadRequest("stream: must be false; a stored response is returned whole", "stream")
     return as_json(_find(http.app.state.front, http.path_params["id"], "response_id").response)
 
 
@@ -120,15 +120,15 @@ async def list_input_items(http: HttpRequest) -> Response:
     given = http.query_params
     items = msgspec.json.decode(_find(http.app.state.front, http.path_params["id"], "response_id").input)
     if (order := given.get("order", "desc")) not in ("asc", "desc"):
-        raise BadRequest(f"order: {order[:20]!r} is neither asc nor desc", "order")
+        raise BadRequest(f"order: must be asc or desc, not {order[:20]!r}", "order")
     limit = given.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):
-        raise BadRequest(f"limit: {limit[:20]!r} is not a number from 1 to 100", "limit")
+        raise BadRequest(f"limit: must be a number from 1 to 100, not {limit[:20]!r}", "limit")
     items = items if order == "asc" else items[::-1]
     if (after := given.get("after")) is not None:
         places = [i for i, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise BadRequest("after: no item of this id belongs to the response", "after")
+            raise BadRequest("after: the response has no item with this id", "after")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
@@ -145,7 +145,7 @@ async def delete(http: HttpRequest) -> Response:
 
 
 async def cancel(http: HttpRequest) -> Response:
-    """POST /v1/responses/{id}/cancel: ends a background response, in whichever front end it runs."""
+    """POST /v1/responses/{id}/cancel: ends a background response, whichever front end runs it."""
     front: Front = http.app.state.front
     id = http.path_params["id"]
     value = _find(front, id, "response_id").response

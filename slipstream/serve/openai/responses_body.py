@@ -1,4 +1,4 @@
-"""POST /v1/responses: the body, and its way to a conversation as chat has it. Pure."""
+"""POST /v1/responses: the body, and its conversion to a chat conversation. Pure."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -22,7 +22,7 @@ from slipstream.serve.openai.bodies import (
     Verbosity,
 )
 
-# what is called otherwise in the chat body, whose checks name it
+# fields with another name in the chat body, whose checks name them
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -78,12 +78,12 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto"] | None = None  # the reasoning itself is given
+    summary: Literal["auto"] | None = None  # the reasoning itself is returned
 
 
 class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
-    include_usage: bool | None = None  # chat's; the last event of a response has it always
+    include_usage: bool | None = None  # chat's; the last event of a response always has the usage
 
 
 class ResponsesBody(Ignored, kw_only=True):
@@ -105,7 +105,7 @@ class ResponsesBody(Ignored, kw_only=True):
     background: bool | None = None
     store: bool | None = None
     metadata: Metadata | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None  # nothing is encrypted: reasoning stands in its items
+    include: list[Literal["reasoning.encrypted_content"]] | None = None  # reasoning items hold plain text, not encrypted
     truncation: Literal["disabled"] | None = None
     # beyond OpenAI's, as in chat
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -129,7 +129,7 @@ class ResponsesBody(Ignored, kw_only=True):
 
 
 class InputTokensBody(ResponsesBody, kw_only=True):
-    """POST /v1/responses/input_tokens: a response's body, of which nothing is generated."""
+    """POST /v1/responses/input_tokens: a response's body, without generation."""
 
     input: str | Annotated[list[dict[str, Any]], Meta(max_length=4096)] = ""
 
@@ -137,7 +137,7 @@ class InputTokensBody(ResponsesBody, kw_only=True):
 class TextContent(msgspec.Struct, kw_only=True):
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str | None = None
-    refusal: str | None = None  # in the place of `text`, as the type says
+    refusal: str | None = None  # replaces `text`, depending on the type
 
     def __post_init__(self) -> None:
         field = "refusal" if self.type == "refusal" else "text"
@@ -175,10 +175,10 @@ _ITEMS: dict[str, type] = {
 
 
 def conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The input as messages of chat. Raises BadRequest naming the item."""
+    """The input as chat messages. Raises BadRequest naming the item."""
     if isinstance(given, str):
         if not given:
-            raise BadRequest("input: must not be empty", "input")
+            raise BadRequest("input: must hold at least one item", "input")
         return [{"role": "user", "content": given}]
     out: list[dict[str, Any]] = []
     for i, raw in enumerate(given):
@@ -233,7 +233,7 @@ def _text(content: str | list[TextContent]) -> str:
 
 
 def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
-    """The same request to chat; `messages` are the whole conversation without the instructions."""
+    """The same request as a chat body; `messages` is the whole conversation without the instructions."""
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     out: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     out |= {"messages": [*system, *messages], "max_completion_tokens": body.max_output_tokens}
@@ -267,13 +267,13 @@ def _format(format: TextFormat) -> dict[str, Any]:
     if format.type != "json_schema":
         return {"type": format.type}
     if format.schema is None:
-        raise BadRequest("text.format.schema: is missing", "text.format.schema")
+        raise BadRequest("text.format.schema: is required with type json_schema", "text.format.schema")
     form = {"name": format.name or "answer", "schema": format.schema, "strict": format.strict}
     return {"type": "json_schema", "json_schema": form}
 
 
 def renamed(error: BadRequest, names: dict[str, str]) -> BadRequest:
-    """The error with the parameter as the client of another route knows it; a `[]` in a name is one item of a list."""
+    """The error with the parameter's name on this route; `[]` in a name stands for one item of a list."""
     param, message = error.param or "", str(error)
     item = _ITEM.search(param)
     for old in sorted(names, key=len, reverse=True):

@@ -1,4 +1,4 @@
-"""The shape of /v1/responses: the response object, its output items, and the events of a stream. Pure."""
+"""Writes /v1/responses: the response object, its output items, and the events of a stream. Pure."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -19,13 +19,13 @@ Event = tuple[str, dict[str, Any]]
 
 
 class Items:
-    """Output items as they grow out of an answer's parts. Each change is an event: (name, fields)."""
+    """Output items built from an answer's parts. Each change is an event: (name, fields)."""
 
     def __init__(self) -> None:
         self.done: list[dict[str, Any]] = []
-        self._kind = ""  # of the item that is open
+        self._kind = ""  # of the open item
         self._item: dict[str, Any] = {}
-        self._texts: list[str] = []  # of that item
+        self._texts: list[str] = []  # of the open item
 
     def push(self, part: Part) -> list[Event]:
         kind = "arguments" if part.kind == "call" else part.kind
@@ -57,7 +57,7 @@ class Items:
         return out
 
     def _grow(self, text: str) -> list[Event]:
-        self._texts.append(text)  # joined once: an answer may have a hundred thousand pieces
+        self._texts.append(text)  # joined once, since an answer may have 100,000 pieces
         if self._kind == "arguments":
             return [("response.function_call_arguments.delta", self._place(delta=text))]
         if self._kind == "content":
@@ -65,7 +65,7 @@ class Items:
         return [("response.reasoning_text.delta", self._place(content_index=0, delta=text))]
 
     def close(self, status: str = "completed") -> list[Event]:
-        """Ends the item that is open."""
+        """Ends the open item."""
         if not self._kind:
             return []
         item, kind, self._kind = self._item, self._kind, ""
@@ -87,7 +87,7 @@ class Items:
                 ("response.content_part.done", self._place(content_index=0, part=dict(part))),
             ]
         ends.append(("response.output_item.done", {"output_index": len(self.done), "item": _copy(item)}))
-        if kind != "arguments" or item["status"] == "completed":  # a call that was cut off is none
+        if kind != "arguments" or item["status"] == "completed":  # a call that was cut off is left out
             self.done.append(item)
         return ends
 
@@ -107,10 +107,10 @@ def _copy(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResponsesWriter:
-    """One response, whole or streamed. `on_end` is called once with the finished object."""
+    """Writes one response, whole or streamed. Calls `on_end` once with the finished object."""
 
     def __init__(self, value: dict[str, Any], on_end: Callable[[dict[str, Any]], None]):
-        """value: of `response_object`, with its id and time."""
+        """value: the object made by `response_object`, with its id and time."""
         self.value = value
         self._items = Items()
         self._answer: Choice | None = None
@@ -194,7 +194,7 @@ def _usage(answer: Choice) -> dict[str, Any]:
 
 
 def response_object(body: ResponsesBody, model: str) -> dict[str, Any]:
-    """The response object before anything is generated, with the parameters as they count. Its id and time are not set yet."""
+    """The response object before generation, with the effective parameters. Its id and time are not set yet."""
     tools = [{**msgspec.to_builtins(tool), "strict": bool(tool.strict)} for tool in body.tools or ()]
     choice = msgspec.to_builtins(body.tool_choice) if body.tool_choice is not None else "auto"
     format = body.text.format if body.text else None

@@ -1,6 +1,6 @@
-"""The shapes of answers: chat and text completions, whole and as server-sent events. Pure; bytes come from msgspec.
+"""Writes answers: chat and text completions, whole and as server-sent events. Pure; msgspec makes the bytes.
 
-An event that carries nothing but text, which is nearly every one, is three byte strings joined.
+An event with text only, which is nearly every one, is three byte strings joined.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-HOLE = msgspec.Raw(b"\0")  # stands in a value where pieces go; JSON has no such byte
+HOLE = msgspec.Raw(b"\0")  # marks the place of pieces in a value; JSON never holds this byte
 
 
 def sse(value: dict) -> bytes:
@@ -25,7 +25,7 @@ def sse(value: dict) -> bytes:
 
 
 def filled(value: dict, fillings: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """JSON in pieces, of which each takes a short time only: `value`, with each HOLE filled by one of `fillings`, in order."""
+    """`value` as JSON in pieces, with each HOLE filled by the next of `fillings`. Each piece takes a short time."""
     head, *tails = encode(value).split(b"\0")
     yield head
     for filling, tail in zip(fillings, tails, strict=True):
@@ -40,7 +40,7 @@ def sse_pieces(value: dict, fillings: Iterable[Iterable[bytes]]) -> Iterator[byt
 
 
 def listed(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
-    """A JSON list of items that come in pieces."""
+    """A JSON list of items that are given in pieces."""
     yield b"["
     for i, item in enumerate(items):
         if i:
@@ -67,9 +67,9 @@ def usage(answers: Sequence[Choice], n: int) -> dict:
 
 
 class Shape(Protocol):
-    """What a route makes of the answers to one HTTP request; `ResponseWriter` says what each part is.
+    """Writes the answers to one HTTP request in the form of a route; `ResponseWriter` documents the methods.
 
-    What may be long comes in pieces that take a short time each (`exclusive.run_sliced`).
+    Long results come in pieces that each take a short time (`exclusive.run_sliced`).
     """
 
     def beginning(self) -> bytes: ...
@@ -84,7 +84,7 @@ class Shape(Protocol):
 
 
 class ResponseWriter:
-    """One response's shape. `answers` are ordered by index."""
+    """Writes one response. `answers` are ordered by index."""
 
     object = ""
     chunk_object = ""
@@ -98,7 +98,7 @@ class ResponseWriter:
         self._fast = [self._halves(a.index) for a in answers] if plan.plain_text else []
 
     def _halves(self, index: int) -> tuple[bytes, bytes]:
-        """An event of text alone, split where the text's JSON goes."""
+        """An event with text only, split at the place of the text's JSON."""
         mark = "\x00"
         choice = {"index": index, **self._payload(mark), "logprobs": None, "finish_reason": None}
         head, _, tail = sse({**self._chunk, "choices": [choice]}).partition(encode(mark))
@@ -135,7 +135,7 @@ class ResponseWriter:
             yield from self._event(answer, self._payload(piece.text), piece, False)
 
     def _event(self, answer: Choice, payload: dict[str, Any], piece: Piece | None, last: bool) -> Iterator[bytes]:
-        """One event that says `payload`; `piece` is whose tokens it carries, if any's."""
+        """One event with `payload`; `piece` is the piece whose tokens it carries, or None."""
         choice = {"index": answer.index, **payload, "logprobs": None, "finish_reason": None}
         fillings = []
         if piece is not None and piece.ids and self._plan.logprobs >= 0:
@@ -153,7 +153,7 @@ class ResponseWriter:
         return event
 
     def beginning(self) -> bytes:
-        """The events of a stream before anything is generated."""
+        """The events of a stream before its first token."""
         return b""
 
     def failed(self, failure: Failure) -> bytes:
@@ -179,7 +179,7 @@ def prompt_rows(answer: Choice) -> list:
 
 
 class ChatWriter(ResponseWriter):
-    """POST /v1/chat/completions. One prompt, so prompt fields stand beside the choices, as vLLM has it."""
+    """POST /v1/chat/completions. One prompt, so prompt fields are next to the choices, as in vLLM."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -198,7 +198,7 @@ class ChatWriter(ResponseWriter):
         return (sse(self._with_usage(event)),)
 
     def _message(self, piece: Piece) -> dict[str, Any]:
-        """What a whole answer said."""
+        """The message of a whole answer."""
         return {"role": "assistant", "content": piece.text}
 
     def whole(self) -> Iterator[bytes]:
@@ -227,7 +227,7 @@ class ChatWriter(ResponseWriter):
 
 
 class CompletionWriter(ResponseWriter):
-    """POST /v1/completions. Prompt fields stand in each choice; with `echo` the prompt precedes the answer in every part."""
+    """POST /v1/completions. Prompt fields are in each choice. With `echo` the prompt precedes the answer in every field."""
 
     object = "text_completion"
     chunk_object = "text_completion"

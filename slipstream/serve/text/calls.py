@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text, piece by piece. Pure.
 
-A call is told only once it is whole and its arguments are a JSON object, so what a client gets always parses; what merely
-looks like a call stays text, and a call that `max_tokens` cut is neither. Where a grammar has bound the answer
+A call is reported once it is whole and its arguments are a JSON object, so a client always gets valid JSON. Text that only
+looks like a call stays text. A call that `max_tokens` cut is neither a call nor text. Where a grammar binds the answer
 (`BoundCalls`), arguments go out as they come.
 """
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 from slipstream.serve.text.thinking import could_become
 
-_PLAIN = frozenset("{}[],:+-. \t\r\n")  # outside JSON's texts, beside letters and digits
+_PLAIN = frozenset("{}[],:+-. \t\r\n")  # outside JSON's strings, besides letters and digits
 
 
 class Part(NamedTuple):
     """A piece of an answer: `kind` is "content", "reasoning", "call" (a call begins) or "arguments" (more of its arguments)."""
 
     kind: str
-    text: str = ""  # of a call: the function's name
+    text: str = ""  # the function's name, for a call
     call: int = -1  # the call's place in the answer
     id: str = ""  # of a call
 
@@ -29,9 +29,9 @@ class ToolCallFormat(NamedTuple):
 
     start: str
     end: str
-    key: str  # under which the prompt asks for the arguments; either name is read
+    key: str  # the key under which the prompt asks for the arguments; either key is read
     bare: bool
-    between: str  # two calls
+    between: str  # separates two calls
 
 
 HERMES = ToolCallFormat("<tool_call>", "</tool_call>", "arguments", False, "\n")
@@ -47,7 +47,7 @@ class Scan:
         self._text = self._escaped = False
 
     def feed(self, held: str) -> int:
-        """The end's place in `held` (which only grows), 0 where more is needed, -1 where it cannot be JSON."""
+        """The end's index in `held` (which only grows); 0 if more text is needed, -1 if it cannot be JSON."""
         for i in range(self._at, len(held)):
             c = held[i]
             if self._text:
@@ -98,7 +98,7 @@ def _read_call(item: Any, functions: frozenset[str]) -> tuple[str, str]:
 
 
 def dump(value: Any) -> str:
-    """JSON for people; half surrogates, which are no text, are escaped. Raises ValueError for what JSON does not have."""
+    """JSON that people can read. Lone surrogates are escaped. Raises ValueError for values that JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() or _is_text(text) else json.dumps(value, allow_nan=False)
 
@@ -112,7 +112,7 @@ def _is_text(text: str) -> bool:
 
 
 class Calls:
-    """Calls among free text, in the form of a model's family."""
+    """Finds calls in free text, in the form of a model's family."""
 
     def __init__(self, form: ToolCallFormat, functions: frozenset[str]):
         self.count = 0
@@ -120,13 +120,13 @@ class Calls:
         self._held = ""
         self._step = self._text
         self._scan = Scan()
-        self._gap = ""  # what stood before a possible call and is told where it is none
-        self._fresh = True  # nothing but white space since the beginning, or since a call
+        self._gap = ""  # text before a possible call; it is reported if that is not a call
+        self._fresh = True  # only white space since the beginning, or since a call
         self._cut = False
         self._named = re.compile(rf'"name"\s*:\s*"({"|".join(map(re.escape, functions))})"')
 
     def push(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
-        """cut: there is no more because of max_tokens, so a call that has begun is none, and no content either."""
+        """cut: the answer ends because of max_tokens, so an unfinished call is neither a call nor content."""
         self._held += text
         self._cut = cut
         out: list[Part] = []
@@ -167,7 +167,7 @@ class Calls:
         return True
 
     def _json(self, out: list[Part], last: bool) -> bool:
-        """What follows a start: a call, or text after all."""
+        """Reads on after a start: a call, or text after all."""
         end = self._scan.feed(self._held)
         if not end and not last:
             return False
@@ -208,18 +208,18 @@ _HEAD = re.compile(r'[\s,\[}]*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:ar
 
 
 class BoundCalls:
-    """Calls as a grammar has made them write: {"name", "arguments"}, or a list of such. Arguments go out as they come."""
+    """Finds calls that a grammar has bound: {"name", "arguments"}, or a list of such objects. Arguments go out as they come."""
 
     def __init__(self, functions: frozenset[str]):
         self.count = 0
         self._functions = functions
         self._held = ""
-        self._scan: Scan | None = None  # of the arguments that are coming
+        self._scan: Scan | None = None  # of the call whose arguments are coming
         self._told = 0  # characters of them that went out
-        self._lost = False  # it is no call
+        self._lost = False  # it is not a call
 
     def push(self, text: str, last: bool = False, cut: bool = False) -> list[Part]:
-        """cut: there is no more because of max_tokens; what has come of the next call is no content."""
+        """cut: the answer ends because of max_tokens; the text of an unfinished call is not content."""
         self._held += text
         out: list[Part] = []
         while self._scan is not None or self._head(out):
@@ -249,7 +249,7 @@ class BoundCalls:
         return True
 
     def _more(self, out: list[Part]) -> bool:
-        """More of the arguments; whether they are complete."""
+        """Reports more of the arguments; returns whether they are complete."""
         assert self._scan is not None
         end = self._scan.feed(self._held)
         upto = end if end > 0 else len(self._held)

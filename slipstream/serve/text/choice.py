@@ -1,6 +1,6 @@
 """One choice of one prompt on its way: tokens in, text, ids and log probabilities out, kept aligned.
 
-An Answer is the engine's sink for its request. It ends once: by the engine, or by itself at a stop string; it then tells
+A Choice is the engine's sink for its request. It ends once: by the engine, or by itself at a stop string. Then it reports to
 the engine how many tokens it kept.
 """
 
@@ -23,20 +23,20 @@ from slipstream.tokenize.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):
-    """What came since the last piece; the three lists have equal lengths where they are wanted."""
+    """The news since the last piece. Those of the three lists that were requested have equal lengths."""
 
     text: str
     ids: list[int]
-    logprobs: list[bytes | None]  # `TokenLogprobs` as `logprobs.pack` has them
+    logprobs: list[bytes | None]  # `TokenLogprobs`, packed by `logprobs.pack`
     offsets: list[int]  # where each token begins in the text, the echoed prompt included
-    parts: list[Part] = []  # where the plan has a reading: what the text says, in `text`'s place
+    parts: list[Part] = []  # set instead of `text` where the plan has a reading
 
 
 @dataclass
 class Times:
-    """When things happened to a choice, in time.monotonic() seconds; 0 for not yet."""
+    """Times of a choice's events, in time.monotonic() seconds; 0 for not yet."""
 
-    born: float  # the request came
+    born: float  # the request arrived
     begun: float = 0.0  # the engine admitted it
     first: float = 0.0  # its first token came
     last: float = 0.0  # its latest token came
@@ -68,7 +68,7 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.failure: Failure | None = None
         self.prompt_rows: list[bytes | None] = []
-        self.opened = False  # whether its first event has been made
+        self.opened = False  # whether its first event has been written
         self._engine = engine
         self._metrics = metrics
         self._notify = notify
@@ -80,11 +80,11 @@ class Choice:
         self._stops = StopStrings(plan.stops, plan.include_stop, plan.stop_names.values()) if plan.stops else None
         self._stop_ids = frozenset(request.sampling.stop_ids)
         self._end_token: int | None = None
-        self._fresh: list[str] = []  # text not yet taken
-        self._parts: list[Part] = []  # the same where there is a reader
+        self._fresh: list[str] = []  # text that the writer has not taken yet
+        self._parts: list[Part] = []  # the same, if there is a reader
         self._logprobs: list[bytes | None] = []
         self._offsets: list[int] = []
-        self._length = len(prompt.text) if plan.echo else 0  # characters so far, those held back and cut included
+        self._length = len(prompt.text) if plan.echo else 0  # characters so far, including those held back or cut off
         self._taken = 0  # tokens taken
         self.times = Times(now)
 
@@ -92,7 +92,7 @@ class Choice:
     def ended(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
-    # what the engine tells
+    # calls by the engine
 
     def started(self, cached_tokens: int) -> None:
         if not self.admitted:
@@ -141,7 +141,7 @@ class Choice:
             self._text(text, armed)
 
     def _named(self, name: str, armed: bool) -> None:
-        """Takes a special token that is not shown, but that a stop string names."""
+        """Takes a special token that is not shown, but that occurs in a stop string."""
         if self._reader is not None and self._reader.thinks:
             self.reasoning_tokens += 1
             return
@@ -150,7 +150,7 @@ class Choice:
             self._tell_content()
 
     def _text(self, text: str, armed: bool, hidden: bool = False) -> bool:
-        """Lets text through the stop strings; whether one was found, which ends the answer."""
+        """Passes text through the stop strings; returns whether one was found, which ends the answer."""
         if self._stops is None:
             self._fresh.append(text)
             return False
@@ -164,7 +164,7 @@ class Choice:
         return True
 
     def _read(self, parts: list[Part], armed: bool) -> bool:
-        """Takes what the reader found; stop strings are looked for in content only. Whether the answer has ended."""
+        """Takes the reader's parts; looks for stop strings in content only. Returns whether the answer has ended."""
         assert self._reader is not None
         for part in parts:
             if part.kind == "content":
@@ -177,7 +177,7 @@ class Choice:
                     self._fresh.append(self._stops.flush())
                     self._tell_content()
                 self._parts.append(part)
-        if self._reader.done:  # the one call that may be made has been made
+        if self._reader.done:  # the only call that is allowed is complete
             self._engine.abort(self.request.id, kept=len(self.ids))
             self._finished("stop", None)
             return True
@@ -223,10 +223,10 @@ class Choice:
     def flush(self) -> None:
         self._notify(self)
 
-    # what the client's side asks
+    # calls by the client's side
 
     def abort(self) -> None:
-        """The client no longer wants it."""
+        """The client has left, or no longer needs the answer."""
         if not self.ended:
             self.failure = Failure(499, "the client went away")
             self._metrics.ended("abort", None)

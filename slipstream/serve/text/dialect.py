@@ -1,4 +1,4 @@
-"""How a model writes reasoning and tool calls: told by flags, or seen in its chat template."""
+"""How a model writes reasoning and tool calls: set by flags, or recognized in its chat template."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,14 @@ from slipstream.serve.text.thinking import END, START
 from slipstream.tokenize.tokenizer import Tokenizer
 
 _MARKERS = frozenset({START, END, *(m for f in FORMS.values() for m in (f.start, f.end) if m)})
-_TAIL = 32  # tokens at a prompt's end that are looked at
+_TAIL = 32  # tokens at a prompt's end that are searched for markers
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """One model's habits."""
+    """One model's notation of reasoning and tool calls."""
 
-    calls: str = "none"  # a form of `calls.FORMS`, "none" where it is switched off, "unknown" where the template has another
+    calls: str = "none"  # a form of `calls.FORMS`, "none" if switched off, "unknown" if the template has another
     thinking: str = "none"  # as `Reading.thinking`
     template_tools: bool = False  # whether the template itself shows tools and calls to the model
     keep: frozenset[int] = frozenset()  # special tokens that are markers
@@ -26,11 +26,11 @@ class Dialect:
 
     @property
     def grades_effort(self) -> bool:
-        """Whether the template can be told how hard to think, rather than only whether to."""
+        """Whether the template has a setting for how long to think, not only for whether to think."""
         return "reasoning_effort" in self.template
 
     def effort(self, effort: str | None, param: str) -> dict[str, Any]:
-        """Variables that tell the template how hard to think. Raises BadRequest naming `param` where it has none."""
+        """Template variables that set how long to think. Raises BadRequest naming `param` if the template has none."""
         if effort is None:
             return {}
         if self.grades_effort:
@@ -39,14 +39,14 @@ class Dialect:
             return {"enable_thinking": effort != "none"}
         if effort == "none" and self.thinking == "none":
             return {}
-        raise BadRequest(f"{param}: this model's chat template has no setting for it", param)
+        raise BadRequest(f"{param}: this model's chat template has no setting for it; leave it out", param)
 
 
 PLAIN = Dialect()
 
 
 def detect(tokenizer: Tokenizer, config: ServerConfig) -> Dialect:
-    """The dialect of a model's template. A template without tools is given them in the Hermes form (`tool_prompt`)."""
+    """The dialect of a model's template. A template without tools gets the Hermes form (`tool_prompt`)."""
     template = getattr(tokenizer, "template", None)
     source = template.source if template is not None else ""
     shows_tools = "tools" in source
@@ -69,7 +69,7 @@ def detect(tokenizer: Tokenizer, config: ServerConfig) -> Dialect:
 def left_by_prompt(ids: list[int], tokenizer: Tokenizer, begun: str = "") -> str:
     """Whether the reasoning is "open" or "closed" where a prompt ends; "" where it has not begun.
 
-    begun: the part of the answer that the prompt already holds. It counts besides what the template wrote before it.
+    begun: the part of the answer that the prompt already holds. It is searched as well as the template's text before it.
     """
     begun = begun.strip()
     tail = tokenizer.decode(list(ids[-_TAIL - len(begun.encode()) :]), skip_special_tokens=False)

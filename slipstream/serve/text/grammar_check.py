@@ -1,7 +1,7 @@
 """Whether a client's grammar can be used, decided before any rank sees it and away from the event loop.
 
-Grammars are tried in processes with limits of their own (`grammar.worker`), at most two at once, so that one which takes all
-of its time does not keep another one waiting. Verdicts are remembered: the same schema comes again and again.
+Grammars are tried in processes with limits of their own (`grammar.worker`), at most two at once, so that a slow one
+does not make another wait. Verdicts are kept, since clients send the same schema again and again.
 """
 
 import asyncio
@@ -17,14 +17,16 @@ from slipstream.serve.text.structured import Structure
 from slipstream.system.limited_process import LimitedProcess, Lost, Overrun, Pool
 from slipstream.tokenize.tokenizer import Tokenizer
 
-SECONDS = 2.0  # of computing, for one grammar
+SECONDS = 2.0  # of CPU time, for one grammar
 WORKERS = 2
-MAX_WAITING = 256  # grammars that wait to be tried
-PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of computing, or to start
+MAX_WAITING = 256  # grammars that may wait to be tried
+PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time, or to start
 _VERDICTS = 1024
-_OPTION = "are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # the library's, not a client's
-_ONE_OF = "whose branches overlap are not supported; say anyOf; where the field has it, strict: false takes oneOf as anyOf"
-TOO_LONG = f"it did not compile within {SECONDS:g} s of computing and the memory that one grammar may use"
+_OPTION = "are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # not an option that clients have
+_ONE_OF = (
+    "whose branches overlap are not supported; use anyOf, or where the field has it strict: false, which takes it as anyOf"
+)
+TOO_LONG = f"it did not compile within {SECONDS:g} s of CPU time and the memory that one grammar may use; simplify it"
 
 
 class GrammarCheck:
@@ -40,7 +42,7 @@ class GrammarCheck:
     async def check(self, wanted: Structure) -> None:
         """Raises BadRequest naming the field of a grammar that cannot be used, Overloaded when too many wait to be tried.
 
-        Raises EngineDown where the process that tried it was stopped from outside, which says nothing of the grammar.
+        Raises EngineDown where the process that tried it was stopped from outside, which says nothing about the grammar.
         """
         key = hashlib.blake2b(wanted.text.encode(), digest_size=16).digest()
         verdict = self._verdicts.get(key)
@@ -50,7 +52,7 @@ class GrammarCheck:
             raise BadRequest(f"{wanted.param}: {verdict.replace(_OPTION, _ONE_OF)}", wanted.param)
 
     async def _try(self, key: bytes, text: str) -> str:
-        """One trial for all who ask for the same grammar meanwhile; it goes on if they leave."""
+        """One trial for all requests with the same grammar; it goes on if their clients leave."""
         trial = self._trying.get(key)
         if trial is None:
             if len(self._trying) >= MAX_WAITING:

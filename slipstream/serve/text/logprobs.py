@@ -12,7 +12,7 @@ FLOOR = -9999.0  # JSON has no infinity
 
 
 class TokenNames:
-    """Texts of single tokens. A token that is no whole character is named by its bytes, so that names stay distinct."""
+    """Texts of single tokens. A token that is not a whole character is named by its bytes, so that names stay distinct."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -36,8 +36,8 @@ def clip(value: float) -> float:
 
 SLICE = 32  # tokens whose log probabilities are written at a time
 Packed = Sequence[bytes | None]
-# Until they are written, log probabilities are kept as bytes: a fifth of the memory, and nothing for the garbage collector to
-# walk, which took a tenth of a second with those of an answer of 16,000 tokens.
+# Log probabilities are kept as bytes until they are written: that takes a fifth of the memory and leaves the garbage
+# collector no objects to walk, which took 0.1 s for an answer of 16,000 tokens.
 pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(TokenLogprobs).decode
 
@@ -62,7 +62,7 @@ def json_list(parts: Iterable[list]) -> Iterator[bytes]:
 
 
 def chat_pieces(names: TokenNames, ids: Sequence[int], rows: Packed, top: int) -> Iterator[bytes]:
-    """`for_chat` as pieces of JSON, each of which takes a short time only."""
+    """`for_chat` as pieces of JSON; each takes a short time."""
     yield b'{"content":'
     yield from json_list(for_chat(names, ids[s], unpacked(rows[s]), top)["content"] for s in _slices(len(ids)))
     yield b"}"

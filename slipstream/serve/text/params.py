@@ -1,4 +1,4 @@
-"""From a body's fields to sampling parameters and to what the answer must look like. Raises before anything runs."""
+"""From a body's fields to sampling parameters and the answer's constraints. Raises before anything runs."""
 
 import secrets
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from slipstream.serve.text.structured import Structure, structure_of
 from slipstream.tokenize.tokenizer import Tokenizer
 
 SEED_MASK = 2**63 - 1
-GREEDY_BELOW = 1e-5  # logits divided by less would overflow; the best token wins there anyway
+GREEDY_BELOW = 1e-5  # logits divided by a smaller temperature overflow; the best token always wins there
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class GenerationParams:
     n: int = 1
     max_tokens: int | None = None  # None: the rest of the context
     max_tokens_param: str = "max_tokens"  # as the client wrote it
-    default_max_tokens: int | None = None  # when the client gave none; cut to the context
+    default_max_tokens: int | None = None  # used if the client gave none; cut to the context
     stops: tuple[str, ...] = ()
-    stop_names: dict[int, str] = field(default_factory=dict)  # special tokens that are not shown, but that a stop string names
+    stop_names: dict[int, str] = field(default_factory=dict)  # special tokens that are not shown, but occur in a stop string
     include_stop: bool = False
     min_tokens: int = 0
     ignore_end: bool = False  # the model's end tokens do not end the answer
@@ -39,15 +39,15 @@ class GenerationParams:
     logprobs: int = -1  # alternatives shown per token, -1: no log probabilities
     prompt_logprobs: int = -1  # in vLLM's form
     echo: bool = False
-    discard: bool = False  # max_tokens 0: what the engine generates is not shown
+    discard: bool = False  # max_tokens is 0: the generated token is not shown
     priority: int = 0
     salt: bytes = b""
-    structure: Structure | None = None  # what binds the answer
-    reading: Reading | None = None  # where an answer may hold reasoning or tool calls
+    structure: Structure | None = None  # the grammar that binds the answer
+    reading: Reading | None = None  # set if the answer may hold reasoning or tool calls
 
     @property
     def grammar(self) -> bytes:
-        """`Request.grammar`. The grammar holds ends back, and lets one through where nothing else may follow."""
+        """For `Request.grammar`. The grammar forbids end tokens until it allows them, or until nothing else may follow."""
         if self.structure is None:
             return b""
         others = tuple(id for id in self.sampling.stop_ids if id not in self.end_ids)
@@ -62,10 +62,10 @@ class GenerationParams:
 def make_plan(
     body: ChatBody | CompletionBody, tokenizer: Tokenizer, reading: Reading | None = None, bound: Structure | None = None
 ) -> GenerationParams:
-    """Raises BadRequest naming the field; what depends on a prompt's length is checked with the prompt."""
+    """Raises BadRequest naming the field. Limits that depend on a prompt's length are checked with the prompt."""
     structure = bound or structure_of(body)
     if reading is None and isinstance(body, ChatBody) and body.tools and body.tool_choice != "none":
-        raise BadRequest("tools: not here; the HTTP server has them", "tools")
+        raise BadRequest("tools: not supported by the class LLM; use the HTTP server (slipstream serve)", "tools")
     max_tokens, param = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, param = body.max_tokens, "max_tokens"
@@ -74,18 +74,18 @@ def make_plan(
     else:
         logprobs, echo, default = -1 if body.logprobs is None else body.logprobs, bool(body.echo), 16
         if max_tokens == 0 and not echo:
-            raise BadRequest("max_tokens: must be at least 1, except with echo", "max_tokens")
+            raise BadRequest("max_tokens: must be at least 1, not 0; only echo=true allows 0", "max_tokens")
         if body.best_of not in (None, body.n or 1):
-            raise BadRequest("best_of: must equal n, all of whose choices are given", "best_of")
+            raise BadRequest(f"best_of: must equal n, which is {body.n or 1}, not {body.best_of}", "best_of")
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
-        raise BadRequest("stream_options: only with stream=true", "stream_options")
+        raise BadRequest("stream_options: needs stream=true", "stream_options")
     if stream and body.prompt_logprobs is not None:
-        raise BadRequest("prompt_logprobs: not with stream=true", "prompt_logprobs")
+        raise BadRequest("prompt_logprobs: not supported with stream=true; send stream=false", "prompt_logprobs")
     min_tokens = body.min_tokens or 0
     limit = max_tokens if max_tokens is not None else default
     if limit is not None and min_tokens > limit:
-        raise BadRequest(f"min_tokens: must be at most max_tokens, {limit}", "min_tokens")
+        raise BadRequest(f"min_tokens: must be at most max_tokens, {limit}, not {min_tokens}", "min_tokens")
     options = body.stream_options
     end_ids = frozenset(tokenizer.eos_ids)
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -135,11 +135,11 @@ def _chat_logprobs(body: ChatBody) -> int:
 def _sampling(
     body: Generate, tokenizer: Tokenizer, end_ids: frozenset[int], logprobs: int, echo: bool, bound: bool
 ) -> SamplingParams:
-    """bound: to a grammar, which then decides where the answer may end (`Plan.grammar`)."""
+    """bound: a grammar binds the answer and decides where it may end (`GenerationParams.grammar`)."""
     vocab = tokenizer.vocab_size
     for i, id in enumerate(body.stop_token_ids or ()):
         if id >= vocab:
-            raise BadRequest(f"stop_token_ids[{i}]: must be below {vocab}, the vocabulary's size", "stop_token_ids")
+            raise BadRequest(f"stop_token_ids[{i}]: must be below {vocab}, the vocabulary's size, not {id}", "stop_token_ids")
     stop_ids = set(body.stop_token_ids or ())
     if bound or not body.ignore_eos:
         stop_ids |= end_ids
@@ -173,18 +173,18 @@ def _logit_bias(body: Generate, vocab: int) -> tuple[tuple[int, float], ...]:
     out = {}
     for key, bias in (body.logit_bias or {}).items():
         if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab):
-            raise BadRequest(f"logit_bias: keys must be token ids below {vocab}", "logit_bias")
+            raise BadRequest(f"logit_bias: keys must be token ids from 0 to {vocab - 1}, not {key[:20]!r}", "logit_bias")
         out[int(key)] = float(bias)
     return tuple(sorted(out.items()))
 
 
 def _bad_words(body: Generate, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it stands at a text's start and after a space, as vLLM has it."""
+    """Each word's tokens at a text's start and after a space, as in vLLM."""
     out: list[tuple[int, ...]] = []
     for i, word in enumerate(body.bad_words or ()):
         bare = tuple(tokenizer.encode(word.lstrip() or word, add_special_tokens=False))
         if not bare:
-            raise BadRequest(f"bad_words[{i}]: has no tokens", "bad_words")
+            raise BadRequest(f"bad_words[{i}]: must encode to at least one token, and {word[:100]!r} does not", "bad_words")
         out.append(bare)
         spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):

@@ -17,8 +17,8 @@ from slipstream.serve.text.tool_prompt import call_for_template, in_plain_text
 from slipstream.tokenize.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
-TURN_IDS = 1 << 16  # token ids of one prompt that are looked through in a turn of the loop
-LONGEST_TOKEN = 256  # characters; a text of more than this times the model's length cannot fit
+TURN_IDS = 1 << 16  # token ids of one prompt that are checked in one turn of the loop
+LONGEST_TOKEN = 256  # characters a token; a text longer than this times the model's length cannot fit
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
 
 _threads = ThreadPoolExecutor(2, "prompts")
@@ -30,17 +30,17 @@ class Prompt:
     """One prompt of a request."""
 
     ids: array  # of int32
-    max_tokens: int  # generated at most
+    max_tokens: int  # the most tokens to generate
     text: str = ""  # for `echo` only
     offsets: list[int] = field(default_factory=list)  # where each token begins in `text`; for `echo` with log probabilities
-    thinking: str = ""  # "open" or "closed": how its end leaves the model's reasoning
+    thinking: str = ""  # "open" or "closed": the state of the model's reasoning at its end
 
 
 async def prepare(size: int | None, work: Callable[[], T], only_ids: bool = False) -> T:
     """Runs `work` here when it is small (`size` in characters or tokens), else, or with None, on a worker thread.
 
-    What only looks through token ids stays here up to TURN_IDS: it lets nobody else have the interpreter (see `turn`), while a
-    tokenizer does.
+    Work that only checks token ids stays here up to TURN_IDS: it holds the interpreter all the time (see `exclusive`), and a
+    tokenizer does not.
     """
     if size is not None and size <= INLINE_CHARS:
         return work()
@@ -50,11 +50,11 @@ async def prepare(size: int | None, work: Callable[[], T], only_ids: bool = Fals
 
 
 def size_of(body: CompletionBody | TokenizeBody) -> int:
-    """Characters or tokens to work through, roughly."""
+    """The approximate number of characters or tokens to work through."""
     size = sum(map(len, getattr(body, "bad_words", None) or ()))
     size += 4 * len(getattr(body, "logit_bias", None) or ())
     prompt = body.prompt or ""
-    if len(prompt) > INLINE_CHARS:  # a text, or very many ids: not to be counted one by one here
+    if len(prompt) > INLINE_CHARS:  # a text, or very many ids: too slow to count one by one here
         return size + len(prompt)
     return size + (len(prompt) if isinstance(prompt, str) else sum(1 if isinstance(p, int) else len(p) for p in prompt))
 
@@ -65,9 +65,9 @@ def completion_prompts(
     """The prompts of one HTTP request. Raises BadRequest (prompt, n) for too many, and as `all_prompts` does."""
     count = len(_items(body.prompt))
     if count > MAX_PROMPTS:
-        raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request", "prompt")
+        raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request, not {count}", "prompt")
     if count * plan.n > MAX_PROMPTS + MAX_CHOICES:
-        raise BadRequest(f"n: at most {MAX_PROMPTS + MAX_CHOICES} choices in one request", "n")
+        raise BadRequest(f"n: at most {MAX_PROMPTS + MAX_CHOICES} choices in one request, not {count * plan.n}", "n")
     return all_prompts(body, plan, tokenizer, limits)
 
 
@@ -82,13 +82,15 @@ def all_prompts(body: CompletionBody, plan: GenerationParams, tokenizer: Tokeniz
         else:
             ids = item
             if ids and max(ids) >= tokenizer.vocab_size:
-                raise BadRequest(f"{name}: token ids must be below {tokenizer.vocab_size}, the vocabulary's size", "prompt")
+                raise BadRequest(
+                    f"{name}: token ids must be below {tokenizer.vocab_size} (the vocabulary), not {max(ids)}", "prompt"
+                )
         out.append(_fit(ids, plan, limits, name, item if isinstance(item, str) else None, tokenizer))
     return out
 
 
 def _items(prompt: str | list) -> list[str] | list[list[int]]:
-    """The four forms of `prompt` as a list of texts or of id lists."""
+    """The four forms of `prompt`, as a list of texts or of id lists."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(p) for p in prompt}
@@ -100,11 +102,11 @@ def _items(prompt: str | list) -> list[str] | list[list[int]]:
 
 
 def encode(text: str, tokenizer: Tokenizer, limits: RequestLimits | None, special: bool, name: str) -> list[int]:
-    """Raises BadRequest for an empty text and, before working on it, for one that cannot fit."""
+    """Raises BadRequest for an empty text, and for one that cannot fit, before it is tokenized."""
     if not text:
         raise BadRequest(f"{name}: must not be empty", name.partition("[")[0])
     if limits is not None and len(text) > limits.max_len * LONGEST_TOKEN:
-        raise BadRequest(f"{name}: longer than the model's {limits.max_len} tokens", name.partition("[")[0])
+        raise BadRequest(f"{name}: must fit in the model's {limits.max_len} tokens; it is longer", name.partition("[")[0])
     return tokenizer.encode(text, add_special_tokens=special)
 
 
@@ -115,7 +117,7 @@ def _fit(
     if not ids:
         raise BadRequest(f"{name}: must hold at least one token", param)
     if room < (0 if plan.discard else 1):
-        raise BadRequest(f"{name}: {len(ids)} tokens; the model takes {limits.max_len} with the answer's", param)
+        raise BadRequest(f"{name}: has {len(ids)} tokens; prompt and answer together must have at most {limits.max_len}", param)
     if plan.max_tokens is not None:
         max_tokens = max(1, plan.max_tokens)
         if plan.max_tokens > room:
@@ -126,7 +128,7 @@ def _fit(
     else:
         max_tokens = room if plan.default_max_tokens is None else min(room, plan.default_max_tokens)
     if plan.min_tokens > max_tokens:
-        raise BadRequest(f"min_tokens: only {max_tokens} tokens can be generated", "min_tokens")
+        raise BadRequest(f"min_tokens: must be at most {max_tokens}, the number of tokens that can be generated", "min_tokens")
     offsets: list[int] = []
     if plan.echo:
         whole, offsets = _walk(ids, tokenizer, plan.skip_special)
@@ -172,13 +174,16 @@ def templated(
     messages = body.messages or []
     going_on = bool(body.continue_final_message)
     if going_on and body.add_generation_prompt:
-        raise BadRequest("continue_final_message: not together with add_generation_prompt", "continue_final_message")
+        raise BadRequest(
+            "continue_final_message: needs add_generation_prompt=false",
+            "continue_final_message",
+        )
     if going_on and messages[-1].role != "assistant":
-        raise BadRequest("continue_final_message: the last message must be the assistant's", "continue_final_message")
+        raise BadRequest("continue_final_message: the last message must have the role assistant", "continue_final_message")
     extra = body.chat_template_kwargs or {}
     for key in extra:
         if key in RESERVED or not key.isidentifier():
-            raise BadRequest(f"chat_template_kwargs: {key[:100]!r} cannot be set this way", "chat_template_kwargs")
+            raise BadRequest(f"chat_template_kwargs: {key[:100]!r} is set by the server; leave it out", "chat_template_kwargs")
     generation = not going_on if body.add_generation_prompt is None else body.add_generation_prompt
     if isinstance(body, ChatBody):
         extra = {**dialect.effort(body.reasoning_effort, "reasoning_effort"), **extra}
@@ -200,7 +205,7 @@ def templated(
 
 
 def _plain(index: int, message: Message) -> dict:
-    """A message as templates expect it: text parts joined by line ends, `developer` as `system`."""
+    """A message as templates expect it: text parts joined by newlines, `developer` as `system`."""
     content = message.content
     if content is None:
         if message.role != "assistant":
@@ -216,7 +221,7 @@ def _plain(index: int, message: Message) -> dict:
         out["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         if message.role != "assistant":
-            raise BadRequest("tool_calls: only in the assistant's messages", f"messages[{index}].tool_calls")
+            raise BadRequest("tool_calls: allowed only in messages with the role assistant", f"messages[{index}].tool_calls")
         out["tool_calls"] = [call_for_template(call) for call in message.tool_calls]
     if message.role == "assistant" and (reasoning := message.reasoning_content or message.reasoning):
         out["reasoning_content"] = reasoning

@@ -1,4 +1,4 @@
-"""Reads an answer's text as what it says: reasoning, content and tool calls. Pure; a Reader is of one answer."""
+"""Splits an answer's text into reasoning, content and tool calls. Pure; a Reader serves one answer."""
 
 from dataclasses import dataclass
 
@@ -8,20 +8,20 @@ from slipstream.serve.text.thinking import Thinking
 
 @dataclass(frozen=True)
 class Reading:
-    """What is looked for in the answers of one HTTP request."""
+    """The notations to look for in the answers of one HTTP request."""
 
     thinking: str = "none"  # "none", "qwen3" (where the model opens it), "deepseek_r1" (from the beginning)
-    calls: str = "none"  # "none", a form of `calls.FORMS`, or "bound": a grammar lets nothing but calls be written
+    calls: str = "none"  # "none", a form of `calls.FORMS`, or "bound": a grammar allows only calls
     functions: frozenset[str] = frozenset()
     parallel: bool = True  # whether more than one call may be made
     keep: frozenset[int] = frozenset()  # special tokens that are markers, so their text is needed
 
 
 class Reader:
-    """`push` pieces of text, then `finish`; the parts come in order. `prompt` says how the prompt left the reasoning."""
+    """`push` pieces of text, then `finish`; the parts come in order."""
 
     def __init__(self, reading: Reading, prompt: str = ""):
-        """prompt: "open" or "closed" where the prompt's end has opened or ended the reasoning, else ""."""
+        """prompt: "open" or "closed" if the prompt's end has opened or ended the reasoning, else ""."""
         state = {"open": "inside", "closed": "after"}.get(prompt) or (
             "inside" if reading.thinking == "deepseek_r1" else "before"
         )
@@ -32,12 +32,12 @@ class Reader:
             self._calls = BoundCalls(reading.functions)
         elif reading.calls != "none":
             self._calls = Calls(FORMS[reading.calls], reading.functions)
-        self.called = 0  # calls told
-        self.done = False  # the only call that may be made is whole
+        self.called = 0  # calls reported
+        self.done = False  # the only call that is allowed is complete
 
     @property
     def thinks(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """Whether the text that comes now is reasoning."""
         return self._thinking is not None and self._thinking.inside
 
     def push(self, text: str) -> list[Part]:

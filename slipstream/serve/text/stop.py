@@ -1,7 +1,7 @@
 """Stop strings over a growing text. Pure.
 
 Each string is followed by its Knuth-Morris-Pratt automaton, character by character: the result does not depend on how the text
-was cut into tokens, and what is held back is exactly the longest end of the text that could still become a stop string.
+was cut into tokens, and the text held back is exactly the longest end that could still become a stop string.
 """
 
 import functools
@@ -29,7 +29,7 @@ class _Automaton:
         self._fail = _failures(word)
 
     def step(self, char: str) -> bool:
-        """Takes one character; whether the text now ends with the whole word."""
+        """Takes one character; returns whether the text now ends with the whole word."""
         k, word = self.matched, self.word
         if k == len(word):
             k = self._fail[k]
@@ -47,17 +47,17 @@ class _Automaton:
 
 
 class StopStrings:
-    """Lets text through except what is, or could become, a stop string.
+    """Passes text through, except text that is, or could become, a stop string.
 
     The stop that ends first wins; of those that end at the same character, the longest. With `include` the stop string goes
     out too, and nothing after it.
 
-    Some text is hidden: names of special tokens, which never go out. A stop string that contains such a name is looked for in
-    the text with the names, every other one in the text as the client sees it.
+    Hidden text is the names of special tokens; it never goes out. A stop string that contains such a name is matched against
+    the text with the names, every other one against the text that the client sees.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool = False, names: Collection[str] = ()):
-        """names: what may come as hidden text."""
+        """names: texts that may come as hidden text."""
         self._automata = [_Automaton(s) for s in stops]
         self._sighted = [any(name in s for name in names) for s in stops]  # whether it sees hidden text
         self._include = include
@@ -65,7 +65,7 @@ class StopStrings:
         self._shown = bytearray()  # for each character of `_held`, whether it may go out
 
     def push(self, delta: str, armed: bool = True, hidden: bool = False) -> tuple[str, str | None]:
-        """(text that may go out, the stop string found or None). Unarmed, complete stop strings are ordinary text."""
+        """(text that may go out, the stop string found or None). If not armed, complete stop strings are ordinary text."""
         for i, char in enumerate(delta):
             found, sighted = "", False
             for a, sees in zip(self._automata, self._sighted, strict=True):
@@ -81,7 +81,7 @@ class StopStrings:
         return self._release(len(self._held) - max(self._back(a.pending, sees) for a, sees in pending)), None
 
     def flush(self) -> str:
-        """What was held back, once no more text can come."""
+        """The text held back, for when no more text can come."""
         return self._release(len(self._held))
 
     def _hold(self, text: str, hidden: bool) -> None:
@@ -89,7 +89,7 @@ class StopStrings:
         self._shown += (b"\0" if hidden else b"\1") * len(text)
 
     def _back(self, count: int, sees_hidden: bool) -> int:
-        """How far from the end of what is held the last `count` characters begin that a stop string sees."""
+        """The distance from the held text's end to the first of the last `count` characters that a stop string sees."""
         if sees_hidden or 0 not in self._shown:
             return count
         at = len(self._shown)
@@ -99,7 +99,7 @@ class StopStrings:
         return len(self._shown) - at
 
     def _release(self, count: int) -> str:
-        """Takes so many characters out of what is held and returns those that may go out."""
+        """Removes `count` characters from the held text and returns those that may go out."""
         text, shown = self._held[:count], self._shown[:count]
         self._held = self._held[count:]
         del self._shown[:count]

@@ -1,11 +1,11 @@
 """Structured output: from a body's fields to the grammar that its answer must follow.
 
-`response_format` as OpenAI has it, `structured_outputs` as vLLM has it, `regex` as SGLang has it. The grammar's text is
+`response_format` is OpenAI's, `structured_outputs` vLLM's, `regex` SGLang's. The grammar's text is
 llguidance's; its makers here (`of_schema` and those after it) are for every feature that binds an answer. Nothing is
 compiled here (see `grammar_check`).
 
-A schema is followed exactly, and what cannot be enforced is refused by its keyword's name. Only with `strict: false` is such
-a keyword left to the model's good will, and `oneOf` taken as `anyOf` (see `grammar.schema`).
+A schema is followed exactly. A keyword that cannot be enforced is refused by its name. Only `strict: false` leaves such a
+keyword to the model, and takes `oneOf` as `anyOf` (see `grammar.schema`).
 """
 
 import json
@@ -23,13 +23,13 @@ from slipstream.serve.errors import to_bad_request
 from slipstream.serve.openai.bodies import Generate, StructuredOutputs
 
 MAX_TEXT = 1 << 17  # characters; a grammar travels to every rank in one message
-SPACES = r" |\n {0,64}"  # between JSON's tokens; without a bound a model may write spaces until its tokens are used up
+SPACES = r" |\n {0,64}"  # between JSON's tokens; without a limit, some models write spaces until max_tokens
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class Structure(NamedTuple):
-    """What an answer is bound by, and the body's field that asked for it."""
+    """The grammar that binds an answer, and the body's field that it comes from."""
 
     text: str
     param: str
@@ -50,7 +50,7 @@ class Format(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def structure_of(body: Generate) -> Structure | None:
-    """What binds the answer, None where nothing does. Raises BadRequest naming the field."""
+    """The grammar that binds the answer, None if there is none. Raises BadRequest naming the field."""
     found = {
         "response_format": None if body.response_format is None else _of_format(body.response_format),
         "structured_outputs": None if body.structured_outputs is None else _of_outputs(body.structured_outputs),
@@ -58,7 +58,7 @@ def structure_of(body: Generate) -> Structure | None:
     }
     given = [name for name, structure in found.items() if structure is not None]
     if len(given) > 1:
-        raise BadRequest(f"{given[1]}: not together with {given[0]}", given[1])
+        raise BadRequest(f"{given[1]}: cannot be combined with {given[0]}; send one of them", given[1])
     return found[given[0]] if given else None
 
 
@@ -100,17 +100,17 @@ def _loaded(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     try:
         found = json.loads(schema, parse_constant=_no_number)
     except (ValueError, RecursionError) as e:
-        raise BadRequest(f"{param}: is not JSON: {str(e)[:200]}", param) from None
+        raise BadRequest(f"{param}: must be JSON: {str(e)[:200]}", param) from None
     if not isinstance(found, dict):
-        raise BadRequest(f"{param}: expected a JSON schema, which is an object", param)
+        raise BadRequest(f"{param}: must be a JSON schema, which is an object", param)
     return found
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-# --- the makers of grammars
+# --- grammars by kind
 
 
 def of_schema(
@@ -129,7 +129,7 @@ def of_simplified(schema: Any, to: Simplifier, param: str, spaces: str | None = 
         options["whitespace_flexible"] = False
     else:
         options["whitespace_pattern"] = f"({spaces or SPACES})"
-    if to.open:  # the key \u0061 would be one more a: nothing is escaped but what JSON does not allow unescaped
+    if to.open:  # the key \u0061 would be a second key a, so only characters that JSON requires to be escaped are escaped
         options["json_allowed_escapes"] = 'nrbtf\\"'
     schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
     text = _check_size(dump({**schema, "$defs": to.defs}, param), param)
@@ -152,13 +152,15 @@ def of_regex(pattern: str, param: str) -> str:
 
 
 def of_choice(choices: list[str], param: str) -> str:
-    """One of the texts."""
+    """One of the given texts."""
     return of_regex("|".join(map(_escaped, choices)), param)
 
 
 def of_grammar(text: str, param: str) -> str:
-    """A grammar in Lark's notation (llguidance's dialect: `start` is the whole, <|name|> a special token, %json a schema in
-    braces), or in GBNF, whose whole is `root`."""
+    """A grammar in Lark's notation or in GBNF.
+
+    Lark is llguidance's dialect: `start` is the start rule, <|name|> a special token, %json a schema in braces. In GBNF the
+    start rule is `root`."""
     _check_size(text, param)
     try:
         lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
@@ -170,7 +172,7 @@ def of_grammar(text: str, param: str) -> str:
 
 
 def of_parts(lark: str, param: str, **parts: str) -> str:
-    """A grammar in Lark's notation in which @name stands for the grammar (of one part, as the makers above give it) `name`."""
+    """A grammar in Lark's notation in which @name stands for the grammar `name`; each of those has one part, as made above."""
     named = [{**json.loads(text)["grammars"][0], "name": name} for name, text in parts.items()]
     return _check_size(json.dumps({"grammars": [{"lark_grammar": lark}, *named]}), param)
 
@@ -181,5 +183,5 @@ def _escaped(text: str) -> str:
 
 def _check_size(text: str, param: str) -> str:
     if len(text) > MAX_TEXT:
-        raise BadRequest(f"{param}: longer than {MAX_TEXT} characters", param)
+        raise BadRequest(f"{param}: must have at most {MAX_TEXT} characters", param)
     return text

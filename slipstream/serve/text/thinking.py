@@ -8,7 +8,7 @@ START, END = "<think>", "</think>"
 
 
 def could_become(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`, the whole marker excepted."""
+    """The length of the longest end of `text` that is a beginning of `marker`, but not the whole marker."""
     for n in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:n]):
             return n
@@ -16,14 +16,14 @@ def could_become(text: str, marker: str) -> int:
 
 
 class Thinking:
-    """Feed it with `push`, at last with `last=True`; it never lets a marker out, in whole or in part.
+    """Call `push` with each piece, finally with `last=True`. No marker goes out, in whole or in part.
 
-    White space around the reasoning belongs to neither side. An end marker in the answer itself is left out; a start marker
-    counts only before everything else.
+    White space around the reasoning is dropped. An end marker in the answer itself is dropped too. A start marker counts only
+    at the answer's beginning.
     """
 
     def __init__(self, state: str):
-        """state: "before" where the answer may begin with a marker, "inside" where the prompt has opened it, "after"."""
+        """state: "before" if the answer may begin with a marker, "inside" if the prompt has opened it, else "after"."""
         self.state = state
         self._held = ""
         self._fresh = True  # nothing of this part has gone out yet

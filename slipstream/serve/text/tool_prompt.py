@@ -1,6 +1,6 @@
-"""Tools and calls in a conversation, as templates expect them; and in plain text for templates that know of neither. Pure.
+"""Tools and calls in a conversation, as templates expect them, and as plain text for templates without tools. Pure.
 
-The plain text is what Hermes and Qwen models are trained on, which other small models follow best too.
+The plain text is the one that Hermes and Qwen models are trained on. Other small models follow it best too.
 """
 
 import json
@@ -25,7 +25,7 @@ For each function call, return a json object with function name and arguments wi
 def call_for_template(call: Any) -> dict[str, Any]:
     """An assistant's earlier call: its arguments as the object that templates write out, or as the text that they are.
 
-    Clients send back what a model wrote, and a call that max_tokens cut is no JSON.
+    Clients send back what a model wrote, and a call that max_tokens cut is not valid JSON.
     """
     text = call.function.arguments
     try:
@@ -37,7 +37,7 @@ def call_for_template(call: Any) -> dict[str, Any]:
 
 
 def in_plain_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The conversation for a template without tools: they stand in the system message, calls and results in messages."""
+    """The conversation for a template without tools: tools go into the system message, calls and results into messages."""
     out: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":

@@ -1,4 +1,4 @@
-"""What a request says of tools: checked, and turned into what is looked for and into the schema that bounds forced calls."""
+"""Checks a request's tools, and makes the reading that finds calls and the grammar that binds forced calls."""
 
 import json
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from slipstream.serve.text.reader import Reading
 from slipstream.serve.text.structured import of_simplified
 
 MAX_TOOLS = 128
-MAX_CALLS = 16  # of one forced answer; a small model may not stop by itself
+MAX_CALLS = 16  # in one forced answer; a small model may not stop by itself
 
 
 class ToolChoiceRule(NamedTuple):
-    """`tools` go to the template. With a grammar `calls`, the answer must be such calls: all of it, or by `either`."""
+    """`tools` go to the template. With a grammar `calls`, the whole answer must be calls; `either` allows an alternative."""
 
     tools: list[dict[str, Any]] | None
     reading: Reading | None
     calls: str = ""
-    either: str = ""  # Lark of an answer that is calls (one is @call, which is the grammar) or what else binds it (@answer)
+    either: str = ""  # Lark of an answer that is either calls (each is @call, the grammar) or the other bound answer (@answer)
 
 
 def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
@@ -31,17 +31,17 @@ def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
     tools = for_template(body.tools)
     _check(body)
     choice = body.tool_choice if body.tool_choice is not None else "auto"
-    if isinstance(choice, AllowedChoice):  # the model does not hear of the others
+    if isinstance(choice, AllowedChoice):  # the model does not see the other tools
         tools, choice = _allowed(tools, choice), choice.allowed_tools.mode
     named = choice.function.name if isinstance(choice, NamedChoice) else None
     names = [t["function"]["name"] for t in tools]
     if (named or choice == "required") and not tools:
-        raise BadRequest("tool_choice: needs tools", "tool_choice")
+        raise BadRequest("tool_choice: needs tools; send tools, or leave it out", "tool_choice")
     if named and named not in names:
-        raise BadRequest("tool_choice: names a function that is not among the tools", "tool_choice.function.name")
+        raise BadRequest(f"tool_choice: {named[:100]} is not among the tools", "tool_choice.function.name")
     bound = (body.response_format or {}).get("type", "text") != "text" or bool(body.structured_outputs or body.regex)
     if not tools or choice == "none":
-        # with "none" the model does not hear of tools, as in vLLM; a bound answer begins with what binds it, not with reasoning
+        # with "none" the model does not see the tools, as in vLLM; a bound answer does not begin with reasoning
         thinks = dialect.thinking != "none" and not bound
         return ToolChoiceRule(None, Reading(dialect.thinking, keep=dialect.keep) if thinks else None)
     if dialect.calls not in FORMS and choice == "auto":
@@ -67,30 +67,30 @@ def _allowed(tools: list[dict[str, Any]], choice: AllowedChoice) -> list[dict[st
     names = {tool.function.name for tool in choice.allowed_tools.tools}
     unknown = names - {t["function"]["name"] for t in tools}
     if unknown:
-        raise BadRequest(f"tool_choice: {min(unknown)} is allowed, but not among the tools", "tool_choice.allowed_tools.tools")
+        raise BadRequest(f"tool_choice: {min(unknown)} is not among the tools", "tool_choice.allowed_tools.tools")
     return [t for t in tools if t["function"]["name"] in names]
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]]:
-    """Tools as templates show them: what the client did not say is not there, rather than null."""
+    """Tools as templates show them: a field that the client left out is absent, not null."""
     out = [msgspec.to_builtins(tool) for tool in tools or ()]
     return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in out]
 
 
 def _check(body: ChatBody) -> None:
     if len(body.tools or ()) > MAX_TOOLS:
-        raise BadRequest(f"tools: at most {MAX_TOOLS}", "tools")
+        raise BadRequest(f"tools: at most {MAX_TOOLS} tools in one request, not {len(body.tools or ())}", "tools")
     seen = set()
     for i, tool in enumerate(body.tools or ()):
         where = f"tools[{i}].function"
         if tool.function.name in seen:
-            raise BadRequest(f"{where}.name: stands twice", f"{where}.name")
+            raise BadRequest(f"{where}.name: {tool.function.name[:100]} is an earlier tool's name too", f"{where}.name")
         seen.add(tool.function.name)
         check_parameters(tool.function.parameters, f"{where}.parameters")
 
 
 def check_parameters(schema: dict[str, Any] | None, where: str) -> None:
-    """That it is a JSON schema of an object, as far as that can be seen without compiling it. Raises BadRequest."""
+    """Checks, without compiling it, that `schema` is a JSON schema of an object. Raises BadRequest."""
     if not schema:
         return
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -103,7 +103,7 @@ def check_parameters(schema: dict[str, Any] | None, where: str) -> None:
 
 
 def either(form: ToolCallFormat, special: frozenset[str], several: bool) -> str:
-    """Lark for @answer, or for calls in the form. special: markers that are special tokens, which Lark names without quotes."""
+    """Lark for @answer, or for calls in the form. special: markers that are special tokens, unquoted in Lark."""
     start, end = (mark if mark in special else json.dumps(mark) for mark in (form.start, form.end))
     one = f"({start})? @call" if form.bare else f'{start} ("\\n")? @call ("\\n")? {end}'
     more = f" ({json.dumps(form.between)} one){{0,{MAX_CALLS - 1}}}" if several else ""
@@ -113,7 +113,7 @@ def either(form: ToolCallFormat, special: frozenset[str], several: bool) -> str:
 def calls_grammar(functions: list[dict[str, Any]], key: str, several: bool, places: dict[str, str]) -> str:
     """Grammar of one call, or of a list of calls, with the arguments under `key`. places: the field of each function's schema.
 
-    What a schema cannot enforce is left to the model, unless the function says strict. Raises BadRequest naming the field.
+    A keyword that cannot be enforced is left to the model, unless the function has strict: true. Raises BadRequest.
     """
     to, calls = Simplifier(), []
     for function in functions:

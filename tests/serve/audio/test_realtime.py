@@ -207,7 +207,7 @@ def test_a_session_takes_what_agents_send_and_tells_it_back():
 def test_a_transcription_session_gives_no_answers():
     seen = converse({"type": "session.update", "session": {"type": "transcription"}}, {"type": "response.create"})
     assert seen[0]["session"]["type"] == "transcription" and "output" not in seen[0]["session"]["audio"]
-    assert "no answers" in seen[1]["error"]["message"]
+    assert "does not make answers" in seen[1]["error"]["message"]
 
 
 def test_an_item_is_retrieved_by_its_id():
