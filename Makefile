@@ -29,7 +29,7 @@ help:
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    start a server, measure it, print the table"
 	@echo "make bench-host    what a step costs the host, without a GPU"
-	@echo "make test-gpu, bench-gpu    where GPUs are: their tests; the dense table, into docs/benchmarks.md"
+	@echo "make test-gpu, bench-gpu    where GPUs are: their tests, into docs/gpu_runs.md; the dense table, into docs/benchmarks.md"
 	@echo "make clean    remove .venv and caches (fetched models stay)"
 
 $(VENV)/bin/python:
@@ -72,6 +72,7 @@ soak: install
 	$(VENV)/bin/python -m slipstream.bench.load.soak --serve "$(MODEL)" $(ARGS)
 
 lint: dev
+	@$(VENV)/bin/python tests/gpu/record.py --check
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
@@ -83,9 +84,10 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find slipstream tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Where two GPUs are: the operations against float64, the executor against the CPU's; the dense table, into docs/benchmarks.md.
+# Where two GPUs are: the operations against float64, the executor against the CPU's, into docs/gpu_runs.md; the dense table, into
+# docs/benchmarks.md.
 test-gpu: dev
-	$(VENV)/bin/python -m pytest tests/gpu tests/device/cuda/test_host.py $(ARGS)
+	$(VENV)/bin/python tests/gpu/record.py $(ARGS)
 
 bench-gpu: install
 	$(VENV)/bin/python -m slipstream.bench.load.gpu_table --markdown docs/benchmarks.md $(ARGS)

@@ -10,11 +10,21 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from slipstream.client.remote import Remote
 from slipstream.commands import env
+from slipstream.commands.top import Metrics, total
 from slipstream.errors import SlipstreamError
 
 GOOD, POOR, BAD = "ok", "slow", "broken"
 STYLES = {GOOD: "green", POOR: "yellow", BAD: "bold red"}
+EAGER_SHARE = 0.1  # of a server's steps outside captured graphs, from which it is worth a word
+EAGER_ADVICE = {
+    "enforce_eager": "start it without --enforce-eager",
+    "step_size": "steps of up to 2048 tokens are captured: --max-num-batched-tokens 2048",
+    "prompt_logprobs": "requests ask for log probabilities of their prompts (prompt_logprobs, echo with logprobs)",
+    "sampling": "requests ask for top_k, top_p, min_p, penalties, biases, bad words or logprobs; temperature alone is captured",
+    "grammar": "requests ask for structured output; its masks come from the host",
+}
 MIN_DRIVER = 525  # CUDA 12's; older ones cannot run this PyTorch
 
 
@@ -58,7 +68,10 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield open_files()
     yield from gpus(facts["cuda"])
     yield model_files(model)
-    yield port_free(port)
+    free = port_free(port)
+    yield free
+    if free.state != GOOD:
+        yield from running_server(Remote(f"http://127.0.0.1:{port}", None))
 
 
 def packages(facts: dict) -> Finding:
@@ -180,3 +193,29 @@ def port_free(port: int) -> Finding:
         except OSError as e:
             return Finding("port", POOR, f"{port}: {e.strerror}", "stop the server that runs already, or choose another --port")
     return Finding("port", GOOD, f"{port} is free")
+
+
+def running_server(server: Remote) -> Iterator[Finding]:
+    """What a server says of itself; nothing where the port is another program's."""
+    try:
+        metrics = server.metrics()
+    except (SlipstreamError, ValueError) as e:
+        yield Finding("server", POOR, f"{server.base_url} has no metrics for us: {e}")
+        return
+    if total(metrics, "steps_total"):
+        yield eager_steps(metrics)
+    if restarts := total(metrics, "group_restarts_total"):
+        yield Finding("restarts", POOR, f"{restarts:.0f} since the start", "the server's log names each fault")
+
+
+def eager_steps(metrics: Metrics) -> Finding:
+    """On a GPU, what runs outside captured graphs costs the host more than the device, and nothing else shows it."""
+    steps = total(metrics, "steps_total")
+    shares = {labels["reason"]: count / steps for labels, count in metrics.get("eager_steps_total", ()) if count}
+    if not shares:
+        return Finding("eager steps", GOOD, f"none of {steps:.0f}")
+    found = ", ".join(f"{reason} {share:.0%}" for reason, share in shares.items())
+    reason, share = max(shares.items(), key=lambda item: item[1])
+    if share < EAGER_SHARE:
+        return Finding("eager steps", GOOD, f"{found} of {steps:.0f}")
+    return Finding("eager steps", POOR, f"{found} of {steps:.0f}", EAGER_ADVICE[reason])

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 from slipstream.client import remote
@@ -116,12 +117,22 @@ class View:
         table.add_row(
             "pages used", pages, "cache hits", f"{hits / looked:.0%}", "host/step", self._host(now, before, steps * seconds)
         )
+        table.add_row(
+            "eager steps", self._eager(rate, steps), "pages copied/s", f"{rate('kv_pages_copied_total'):.0f}",
+            "restarts", f"{total(now, 'group_restarts_total'):.0f}",
+        )  # fmt: skip
         for label, name in (("TTFT", "time_to_first_token_seconds"), ("ITL", "inter_token_latency_seconds")):
             cells = [f"{label} p50 / p99"]
             values = [quantile(now, before, name, q) for q in (0.5, 0.99)]
             cells.append(" / ".join("–" if v is None else f"{v * 1e3:.1f}" for v in values) + " ms")
             table.add_row(*cells)
         return table
+
+    def _eager(self, rate: Callable[..., float], steps: float) -> str:
+        """The share of steps that ran outside captured graphs, by reason."""
+        reasons = [labels["reason"] for labels, _ in self.before.get("eager_steps_total", ())]
+        shares = {reason: rate("eager_steps_total", reason=reason) / steps for reason in reasons}
+        return ", ".join(f"{reason} {share:.0%}" for reason, share in shares.items() if share) or "none"
 
     @staticmethod
     def _host(now: Metrics, before: Metrics, steps: float) -> str:

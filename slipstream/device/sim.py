@@ -200,6 +200,7 @@ class SimExecutor:
             width=1 + config.sim_drafts,
         )
         self.copy_seconds = 0.0
+        self.eager_steps: dict[str, int] = {}
         self._board = board
         self._queue: deque[tuple[float, float, Outcome]] = deque()  # (start, end, outcome)
         self._held: Batch | None = None

@@ -95,6 +95,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int
     preemptions: int
+    eager_steps: dict[str, int]  # of the leader's device: `Executor.eager_steps`
+    pages_copied: dict[str, int]  # of preempted requests: to the host by "offload", back by "restore"
 
 
 ToLeader = Submit | Abort

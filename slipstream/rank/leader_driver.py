@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from slipstream.errors import Diverged
+from slipstream.log.batch import Offload, Restore
 from slipstream.process.channel import LeaderEnd
 from slipstream.process.protocol import Abort, Finished, Load, Refused, Submit, Tokens
 from slipstream.rank.driver import IDLE_TIMEOUT_S, Driver, Parts
-from slipstream.rank.events import Event, Poison, Send, SendToFront, Tick, Wake
+from slipstream.rank.events import DeviceEffect, Event, Poison, Send, SendToFront, Tick, Wake
 from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT_S, Leader
 from slipstream.system.say import say
@@ -51,6 +52,7 @@ class LeaderDriver(Driver):
         self.wake_at: float | None = None
         self.news = False  # whether an event came since the last plan
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
+        self.pages_copied = {"offload": 0, "restore": 0}
         self._load: Load | None = None
         self._load_at = 0.0
         self._due: tuple[int, int] | None = None  # (rank, entry) of the next answer that is missing
@@ -199,6 +201,8 @@ class LeaderDriver(Driver):
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
+            eager_steps=dict(self.executor.eager_steps),
+            pages_copied=dict(self.pages_copied),
         )
         self._load_at = now
         if load != self._load:
@@ -206,6 +210,13 @@ class LeaderDriver(Driver):
             machine.step_tokens = []
             for link in self.fronts.values():
                 link.queue(load)
+
+    def device(self, effect: DeviceEffect) -> None:
+        super().device(effect)
+        if isinstance(effect, Offload):
+            self.pages_copied["offload"] += len(effect.pages)
+        elif isinstance(effect, Restore):
+            self.pages_copied["restore"] += len(effect.pages)
 
     def count(self, phase: str, nanoseconds: int) -> None:
         self.seconds[phase] += nanoseconds * 1e-9

@@ -135,6 +135,10 @@ class Process:
 
     async def handle(self, message: object, fds: list[int]) -> None:
         engine = self.front.engine
+        if isinstance(message, Attach):
+            self.front.metrics.attached(message.group, message.incarnation)
+        elif isinstance(message, Down):
+            self.front.metrics.poisoned(message.group)
         if isinstance(message, Attach) and message.group:
             assert self.front.composite
             lost = Lost(message.group, message.incarnation)

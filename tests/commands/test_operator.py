@@ -10,6 +10,7 @@ import pytest
 from slipstream.client.remote import Remote
 from slipstream.commands import doctor, trace
 from slipstream.commands.top import View, quantile, total
+from slipstream.device.cuda import graphs
 from slipstream.errors import ConfigError, EngineDown
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -64,6 +65,42 @@ def test_top_shows_rates_and_a_rank_that_waits():
     console.print(view.render())
     text = console.export_text()
     assert re.search(r"running +7", text) and re.search(r"overlapped +100%", text) and "waits for" in text and "rank 0" in text
+
+
+def engine_metrics(steps: int, restarts: int = 0, **eager: int) -> str:
+    lines = [f'slipstream:steps_total{{order="overlap"}} {steps}']
+    lines += [f'slipstream:eager_steps_total{{reason="{reason}"}} {n}' for reason, n in eager.items()]
+    return "\n".join([*lines, f'slipstream:group_restarts_total{{group="0"}} {restarts}', ""])
+
+
+def test_top_shows_why_steps_of_the_last_moment_ran_eager():
+    from rich.console import Console
+
+    view = View(Scripted([engine_metrics(100, sampling=90, grammar=5), engine_metrics(200, 2, sampling=115, grammar=5)], []))
+    view.look()
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view.render())
+    text = console.export_text()
+    assert re.search(r"eager steps +sampling 25% ", text) and "grammar" not in text and re.search(r"restarts +2", text)
+
+
+def test_doctor_says_what_makes_a_running_server_s_steps_eager():
+    def findings(text: str) -> list[doctor.Finding]:
+        return list(doctor.running_server(Scripted([text], [])))
+
+    slow, restarts = findings(engine_metrics(200, 2, sampling=50, grammar=4))
+    assert slow.state == doctor.POOR and "sampling 25%" in slow.found and "top_k" in slow.advice
+    assert restarts.found.startswith("2 ")
+    (few,) = findings(engine_metrics(200, sampling=3))
+    assert few.state == doctor.GOOD and "sampling 2%" in few.found
+    (none,) = findings(engine_metrics(200))
+    assert none.state == doctor.GOOD and none.found == "none of 200"
+    (foreign,) = findings("<html>")
+    assert foreign.state == doctor.POOR and "127.0.0.1" in foreign.found
+
+
+def test_doctor_has_advice_for_every_reason_to_run_eager():
+    assert doctor.EAGER_ADVICE.keys() == set(graphs.EAGER_REASONS)
 
 
 def test_remote_names_what_is_wrong():

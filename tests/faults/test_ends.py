@@ -145,6 +145,8 @@ def test_an_idle_rank_that_dies_makes_health_say_so_and_the_server_comes_back():
         server.wait_healthy()
         assert server.complete().status == 200
         assert old not in server.family()
+        counted = [server.metric(f"slipstream:{name}_total") for name in ("groups_poisoned", "group_restarts")]
+        assert counted == [1, 1]
 
 
 def test_restarts_leave_no_descriptors_in_the_supervisor():

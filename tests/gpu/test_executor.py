@@ -53,11 +53,13 @@ def alone(rank: int, size: int, fd: int, scenario: str):
 
     path = drive.write_config(drive.TINY)
     config = EngineConfig(
-        model=path, load_format="dummy", dtype="float32", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256,
+        model=path, load_format="dummy", dtype="float32", max_num_seqs=8, max_num_batched_tokens=2112, max_model_len=1200,
         kv_cache_memory_bytes=1 << 26,
     )  # fmt: skip
     executor, _ = drive.open_executor("cuda", config, path, rank, size, fd)
-    return {"padding": padding, "flights": flights}[scenario](executor, drive.Feeder(executor, executor.page_size))
+    return {"padding": padding, "flights": flights, "eager": eager_steps}[scenario](
+        executor, drive.Feeder(executor, executor.page_size)
+    )
 
 
 def padding(executor, feeder) -> bool:
@@ -97,6 +99,39 @@ def flights(executor, feeder) -> bool:
         feeder.step(decode, depth=1)
     feeder.drain()
     return eight == feeder.tokens[1] and len(eight) == 101
+
+
+def eager_steps(executor, feeder) -> list[dict[str, int]]:
+    """What each step adds to the counts: two chunks that are captured, plain rows, then each reason to run eager."""
+    added, before = [], dict(executor.eager_steps)
+
+    def step(*args, **more) -> None:
+        nonlocal before
+        feeder.step(*args, **more)
+        now = dict(executor.eager_steps)
+        added.append({reason: n - before[reason] for reason, n in now.items() if n != before[reason]})
+        before = now
+
+    nobody, mask = np.zeros(0, np.int32), np.full((1, -(-1031 // 32)), 0xFFFFFFFF, np.uint32)
+    for slot, sampling in enumerate(
+        ({}, {"temperature": 0.9, "seed": 1}, {"top_k": 5, "temperature": 0.5}, {"prompt_logprobs": 1})
+    ):
+        feeder.init_slot(slot, np.arange(1050) % 1031, **{"temperature": 0.0, **sampling})
+    step(nobody, [(0, 1000, False), (1, 1000, False)])
+    step(nobody, [(0, 50, True), (1, 50, True)])
+    step(np.arange(2, dtype=np.int32))
+    step(np.arange(2, dtype=np.int32), masks={0: mask})
+    step(nobody, [(2, 1049, False), (3, 1049, False)])
+    step(nobody, [(2, 1, True)])
+    step(np.arange(3, dtype=np.int32))
+    feeder.drain()
+    return added
+
+
+def test_steps_outside_captured_graphs_are_counted_by_reason():
+    none: dict[str, int] = {}
+    large = {"step_size": 1, "prompt_logprobs": 1}
+    assert drive.spread(1, alone, "eager") == [none, none, none, {"grammar": 1}, large, {"sampling": 1}, {"sampling": 1}]
 
 
 def test_ff23_padding_rows_write_to_no_request():

@@ -121,12 +121,13 @@ class Server:
     def front_ends(self) -> list[int]:
         return [pid for pid in self.family() if "slipstream.serve.main" in command_line(pid)]
 
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
         lines = self.get("/metrics").body.splitlines()
         found = [line for line in lines if re.match(re.escape(name) + r"[{ ]", line)]
         assert found, f"/metrics has no {name}"
-        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
 
     # --- talking to it
 

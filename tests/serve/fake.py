@@ -121,7 +121,19 @@ class FakeLeader:
 
     def load(self, **changes) -> None:
         base = dict(running=0, waiting=0, pages_used=0, pages_total=100, steps={}, host_seconds={}, step_tokens=[])
-        self.send(Load(**{**base, "prefix_queries": 0, "prefix_hits": 0, "preemptions": 0, **changes}))
+        self.send(
+            Load(
+                **{
+                    **base,
+                    "prefix_queries": 0,
+                    "prefix_hits": 0,
+                    "preemptions": 0,
+                    "eager_steps": {},
+                    "pages_copied": {},
+                    **changes,
+                }
+            )
+        )
 
     def kill(self) -> None:
         self.gone = True

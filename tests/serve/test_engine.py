@@ -205,7 +205,7 @@ def test_a_leader_s_counters_are_counted_once_when_its_link_is_renewed():
     async def main():
         metrics = Metrics("m")
         engine = Engine(metrics.on_load)
-        load = Load(0, 0, 0, 100, {"overlap": 10}, {}, [], 50, 20, 1)
+        load = Load(0, 0, 0, 100, {"overlap": 10}, {}, [], 50, 20, 1, {"sampling": 4}, {})
         for hits in (20, 30):
             ours, theirs = socket.socketpair()
             await engine.attach(Attach(0, 1, 4, 8, 64), theirs)
@@ -213,7 +213,7 @@ def test_a_leader_s_counters_are_counted_once_when_its_link_is_renewed():
             await asyncio.sleep(0.01)
             ours.close()
             await asyncio.sleep(0.01)
-        assert metrics.steps["overlap"] == 10 and metrics.prefix_hits == 30
+        assert metrics.steps["overlap"] == 10 and metrics.eager_steps == {"sampling": 4} and metrics.prefix_hits == 30
 
     asyncio.run(main())
 

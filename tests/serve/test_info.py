@@ -109,7 +109,8 @@ def test_metrics_have_vllm_s_names_and_add_up(own_front):
     front.script = Script([*b"abc", EOS])
     front.complete(prompt="12345")
     front.complete(max_tokens=2)
-    front.leader.load(running=2, waiting=1, pages_used=25, steps={"overlap": 7}, host_seconds={"plan": 0.5}, step_tokens=[3, 9])
+    front.leader.load(running=2, waiting=1, pages_used=25, steps={"overlap": 7}, host_seconds={"plan": 0.5}, step_tokens=[3, 9],
+                      eager_steps={"sampling": 3}, pages_copied={"offload": 5, "restore": 4})  # fmt: skip
     text = ""
 
     def arrived():
@@ -133,6 +134,9 @@ def test_metrics_have_vllm_s_names_and_add_up(own_front):
         'slipstream:prefix_cache_queries_total{model_name="fake"} 0.0',
         'slipstream:prefix_cache_hits_total{model_name="fake"} 0.0',
         'slipstream:steps_total{model_name="fake",order="overlap"} 7.0',
+        'slipstream:eager_steps_total{model_name="fake",reason="sampling"} 3.0',
+        'slipstream:kv_pages_copied_total{copy="offload",model_name="fake"} 5.0',
+        'slipstream:kv_pages_copied_total{copy="restore",model_name="fake"} 4.0',
         'slipstream:step_host_seconds_total{model_name="fake",phase="plan"} 0.5',
     ):
         assert line in text, line

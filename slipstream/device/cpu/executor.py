@@ -65,6 +65,7 @@ class CpuExecutor:
         self._arrived: collections.deque[Outcome] = collections.deque()
         self._failure: str | None = None
         self._pending: _Pending | None = None
+        self.eager_steps: dict[str, int] = {}
         self._bell = Bell()
 
     def capacity(self) -> Capacity:

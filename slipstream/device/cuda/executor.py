@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.device.cuda import graphs
 from slipstream.device.cuda.graphs import Graphs, decode_buckets, padded, token_buckets
 from slipstream.device.cuda.memory import cache_memory, choose_device, page_arrays, resolve_dtype
 from slipstream.device.cuda.offload import HostPages
@@ -114,6 +115,7 @@ class CudaExecutor:
             part = -(-self.model.vocab // shard.size)
             self.symmetric.allocate(self._most, self.model.hidden, self.ops.dtype, config.max_num_seqs * WIDTH, part)
         self.copy_seconds = 0.0
+        self.eager_steps = dict.fromkeys(graphs.EAGER_REASONS, 0)
         self._look, self._barriers, self._looked_at = torch.cuda.Stream(device), pinned(1), 0.0
         self._flying: collections.deque[LaunchBuffers] = collections.deque()
         self._clock: tuple[torch.cuda.Event, int] | None = None
@@ -290,6 +292,7 @@ class CudaExecutor:
         flight.at = time.monotonic()
         flight.ended = next(self._ends)
         flight.started.record(self.stream)
+        self.eager_steps[graphs.ENFORCED] += self.config.enforce_eager
         self.tables.write_pages(batch.pages, flight.buffers)
         rows = len(batch.slots)
         if batch.decodes == rows:
@@ -317,6 +320,8 @@ class CudaExecutor:
         if bucket is not None and not judged:
             self._graphs.run("tokens", bucket)
             return
+        self.eager_steps[graphs.LARGE] += bucket is None
+        self.eager_steps[graphs.PROMPT_LOGPROBS] += bool(judged)
         hidden = self._forward_mixed(size)
         if judged:
             flight.extras = self.sampler.judge(hidden, judged)
@@ -350,6 +355,8 @@ class CudaExecutor:
         if plain and not masks:
             self._graphs.run("sample", bucket)
             return
+        self.eager_steps[graphs.SAMPLING] += not plain
+        self.eager_steps[graphs.GRAMMAR] += bool(masks)
         if masks:
             flight.masked = frozenset(i for i, slot in enumerate(batch.slots[batch.judged].tolist()) if slot in masks)
         logits = self._logits(bucket)

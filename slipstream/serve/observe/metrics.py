@@ -47,6 +47,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 REASONS = ("stop", "length", "abort", "error")
 ORDERS = ("no_overlap", "overlap", "late_sample")
 PHASES = ("plan", "publish", "launch", "settle")
+COPIES = ("offload", "restore")
 
 
 class Histogram:
@@ -94,6 +95,10 @@ class Metrics(Collector):
         self.step_tokens = Histogram(STEP_TOKENS, SharedCounters())  # the leader's, so not summed
         self.steps: dict[str, int] = dict.fromkeys(ORDERS, 0)
         self.host_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.eager_steps: dict[str, int] = {}
+        self.pages_copied: dict[str, int] = dict.fromkeys(COPIES, 0)
+        self.restarts: dict[str, int] = {}  # by group; each front end hears of all of them, so not summed
+        self.poisonings: dict[str, int] = {}
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
         self._load: Load | None = None
         self._counted: Load | None = None  # the last report added to the counters
@@ -123,11 +128,21 @@ class Metrics(Collector):
         self._pages_total = load.pages_total
         _add(self.steps, load.steps, before.steps if before else {})
         _add(self.host_seconds, load.host_seconds, before.host_seconds if before else {})
+        _add(self.eager_steps, load.eager_steps, before.eager_steps if before else {})
+        _add(self.pages_copied, load.pages_copied, before.pages_copied if before else {})
         self.prefix_queries += load.prefix_queries - (before.prefix_queries if before else 0)
         self.prefix_hits += load.prefix_hits - (before.prefix_hits if before else 0)
         self.preemptions += load.preemptions - (before.preemptions if before else 0)
         for n in load.step_tokens:
             self.step_tokens.observe(n)
+
+    def attached(self, group: int, incarnation: int) -> None:
+        """A group is ready; its incarnations count from 1."""
+        self.restarts[str(group)] = incarnation - 1
+        self.poisonings.setdefault(str(group), 0)
+
+    def poisoned(self, group: int) -> None:
+        self.poisonings[str(group)] = self.poisonings.get(str(group), 0) + 1
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -148,8 +163,12 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.prefix_queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.prefix_hits)
         yield self._counter("num_preemptions", "Preemptions.", self.preemptions)
+        yield self._counters("kv_pages_copied", "Pages of preempted requests, to the host and back.", "copy", self.pages_copied)
+        yield self._counters("group_restarts", "Starts of a group after its first.", "group", self.restarts)
+        yield self._counters("groups_poisoned", "Groups that were ended because of a fault.", "group", self.poisonings)
         yield self._counters("request_success", "Requests by how they ended.", "finished_reason", requests)
         yield self._counters("steps", "Steps launched, by phase order.", "order", self.steps)
+        yield self._counters("eager_steps", "Steps that ran outside captured graphs, by reason.", "reason", self.eager_steps)
         yield self._counters("step_host_seconds", "Host time of steps, by phase.", "phase", self.host_seconds)
         yield self._histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", self.time_to_first)
         yield self._histogram("inter_token_latency_seconds", "Between two tokens of one request.", self.inter_token)
