@@ -9,7 +9,7 @@ import torch
 from slipstream.log.caches import CacheLayout, Limits, TableLimits, state_bytes, table_values, windows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MOST_PAGES = 1 << 20  # of one table, where memory sets no bound
+MAX_PAGES = 1 << 20  # of one table, where memory sets no bound
 SNAPSHOT_TOKENS = 256  # between two boundaries at which state can be saved, rounded up to whole pages
 SNAPSHOTS_PER_SLOT = 2  # at most ...
 SNAPSHOT_SHARE = 0.25  # ... and at most this share of what the state of the slots and one page leave

@@ -31,7 +31,7 @@ PAGE_SIZE = 16  # tokens of a page unless the user says otherwise
 DEFAULT_PAGES = 65_536
 PAGE_BYTES = 4096  # what a page counts for under --kv-cache-memory-bytes
 SNAPSHOTS = 64  # of per-slot state, where the simulated model has any
-RIGHT_DRAFTS = 0.7  # share of a draft's positions at which it is right
+RIGHT_DRAFT_SHARE = 0.7  # share of a draft's positions at which it is right
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -76,7 +76,7 @@ class SimTokens:
     def drafts(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """int32: what is proposed for each slot at each position: the drawn token, or the one after it."""
         hashed = _mixed(_mixed(self.base[slots] ^ _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
-        wrong = hashed % np.uint64(1000) >= np.uint64(int(RIGHT_DRAFTS * 1000))
+        wrong = hashed % np.uint64(1000) >= np.uint64(int(RIGHT_DRAFT_SHARE * 1000))
         return (self.draw(slots, positions) + wrong) % np.int32(self.vocab)
 
     def sample(self, batch: Batch, masks: Mapping[int, np.ndarray] = NO_MASKS) -> Outcome:

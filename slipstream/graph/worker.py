@@ -39,7 +39,7 @@ from slipstream.graph.rows import Row
 from slipstream.graph.work import Work
 from slipstream.log.caches import Limits
 from slipstream.process.board import Board, BoardWriter
-from slipstream.process.control import MAX_REASON, Control, begin_member, report_ready
+from slipstream.process.control import MAX_REASON_CHARS, Control, begin_member, report_ready
 from slipstream.process.protocol import Fault, Front, Loaded, Setup
 from slipstream.transport.arena import Arena
 from slipstream.transport.base import TransportError, TransportFull
@@ -223,10 +223,10 @@ def main(argv: list[str]) -> int:
     try:
         return run(control, setup, fds)
     except (ConfigError, ModelError) as e:
-        control.send(Fault(0, -1, str(e)[:MAX_REASON], refusal=True))
+        control.send(Fault(0, -1, str(e)[:MAX_REASON_CHARS], refusal=True))
     except Exception as e:
         traceback.print_exc()
-        control.send(Fault(0, -1, f"{setup.role[:200]}: {type(e).__name__}: {e}"[:MAX_REASON]))
+        control.send(Fault(0, -1, f"{setup.role[:200]}: {type(e).__name__}: {e}"[:MAX_REASON_CHARS]))
     return 1
 
 

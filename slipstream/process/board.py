@@ -17,7 +17,7 @@ STATES = ("absent", "starting", "ready", "failed")
 PHASES = ("idle", "plan", "publish", "launch", "settle", "device", "wait")  # idle: the loop has not turned yet
 PHASE_ID = {name: i for i, name in enumerate(PHASES)}
 
-RING = 8192  # spans kept per ring, a power of two
+RING_SPANS = 8192  # spans kept per ring, a power of two
 SPAN = np.dtype(
     [("start", "<i8"), ("end", "<i8"), ("entry", "<i8"), ("phase", "<i4"), ("collective", "<i4"), ("digest", "<u8")]
 )
@@ -40,7 +40,7 @@ WORDS = (
 )  # fmt: skip
 _OFFSET = {name: 8 * i for i, name in enumerate(WORDS)}
 _HEAD = 4096
-_BLOCK = _HEAD + 2 * RING * SPAN.itemsize
+_BLOCK = _HEAD + 2 * RING_SPANS * SPAN.itemsize
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Board:
         since = time.monotonic_ns() - int(seconds * 1e9)
         parts = []
         for i, counter in enumerate(("loop_spans", "device_spans")):
-            written = min(self._word(block, counter), RING)
-            ring = np.frombuffer(self._map, SPAN, RING, base + i * RING * SPAN.itemsize)[:written].copy()
+            written = min(self._word(block, counter), RING_SPANS)
+            ring = np.frombuffer(self._map, SPAN, RING_SPANS, base + i * RING_SPANS * SPAN.itemsize)[:written].copy()
             parts.append(ring[(ring["end"] >= since) & (ring["end"] >= ring["start"])])
         spans = np.concatenate(parts)
         return spans[np.argsort(spans["start"], kind="stable")]
@@ -166,13 +166,13 @@ class BoardWriter:
         self.set("digest", value - (1 << 64) if value >= 1 << 63 else value)
 
     def span(self, phase: int, start: int, end: int, entry: int, digest: int = 0) -> None:
-        at = self._base + _HEAD + (self._loop & (RING - 1)) * SPAN.itemsize
+        at = self._base + _HEAD + (self._loop & (RING_SPANS - 1)) * SPAN.itemsize
         _SPAN.pack_into(self._map, at, start, end, entry, phase, self._read("collective"), digest)
         self._loop += 1
         self.set("loop_spans", self._loop)
 
     def device_span(self, start: int, end: int, entry: int, collective: int = 0) -> None:
-        at = self._base + _HEAD + (RING + (self._device & (RING - 1))) * SPAN.itemsize
+        at = self._base + _HEAD + (RING_SPANS + (self._device & (RING_SPANS - 1))) * SPAN.itemsize
         _SPAN.pack_into(self._map, at, start, end, entry, PHASE_ID["device"], collective, 0)
         self._device += 1
         self.set("device_spans", self._device)

@@ -17,9 +17,9 @@ from slipstream.errors import ConfigError, Diverged, EngineDown
 from slipstream.log.entries import FromFollower, ToFollower
 from slipstream.system.bell import Bell
 
-QUEUED = 4096  # messages that one direction holds: many times the window of unanswered entries
-LINGER = 1000  # milliseconds that the last messages get to leave when an end is closed
-HEARTBEAT, LOST = 2_000, 10_000  # milliseconds between heartbeats, and without one until the peer counts as gone
+MAX_QUEUED_MESSAGES = 4096  # messages that one direction holds: many times the window of unanswered entries
+LINGER_MS = 1000  # milliseconds that the last messages get to leave when an end is closed
+HEARTBEAT_MS, PEER_LOST_MS = 2_000, 10_000  # milliseconds between heartbeats, and without one until the peer counts as gone
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class Ends:
 
     def close(self) -> None:
         for socket in self._sockets:
-            socket.close(LINGER)
+            socket.close(LINGER_MS)
         self._bell.close()
 
 
@@ -153,11 +153,11 @@ def connect(address: Address, rank: int) -> FollowerEnd:
 
 def _socket(host: str) -> zmq.Socket:
     socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.setsockopt(zmq.SNDHWM, QUEUED)
-    socket.setsockopt(zmq.RCVHWM, QUEUED)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.IPV6, int(":" in host))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PEER_LOST_MS)
     return socket
 
 

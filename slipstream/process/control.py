@@ -15,9 +15,9 @@ from slipstream.process.board import STATES, BoardWriter
 from slipstream.process.protocol import Ready, Setup, ToRank
 
 _PR_SET_PDEATHSIG = 1
-MAX_MESSAGE = 1 << 18  # bytes: more than the kernel takes as one message
+MAX_MESSAGE_BYTES = 1 << 18  # bytes: more than the kernel takes as one message
 MAX_DESCRIPTORS = 250
-MAX_REASON = 4000  # characters of a text that a child sends: its message must fit
+MAX_REASON_CHARS = 4000  # characters of a text that a child sends: its message must fit
 
 
 class Control:
@@ -49,7 +49,7 @@ class Control:
     def receive(self) -> tuple[Any, list[int]] | None:
         """The next message and its descriptors; None at the end. Blocks unless the socket is readable."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE, MAX_DESCRIPTORS)
+            data, fds, _, _ = socket.recv_fds(self.sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         except OSError:
             return None
         return (self._decode(data), list(fds)) if data else None

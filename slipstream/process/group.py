@@ -24,11 +24,11 @@ from slipstream.process.control import Control
 from slipstream.process.protocol import Begin, Fault, FromRank, Front, Loaded, Ready, Setup
 from slipstream.system.child import python_environment
 
-STACKS = 0.3  # seconds that ranks get to print their stacks before they are killed
+STACK_PRINT_S = 0.3  # seconds that ranks get to print their stacks before they are killed
 SUM_BYTES = 4 << 20  # a rank's part of each of the two buffers that ranks sum in; larger sums go in pieces
 BODY_BYTES = 6 << 20  # what a request may hold beside its prompt: a bias for each id of a large vocabulary, a grammar
-REPLIES = 256  # answers of a follower that may be unread: a few times the window of unanswered entries
-SPANS_KEPT = 60.0  # seconds of spans in a flight record
+MAX_UNREAD_REPLIES = 256  # answers of a follower that may be unread: a few times the window of unanswered entries
+SPANS_KEPT_S = 60.0  # seconds of spans in a flight record
 
 
 class State(enum.Enum):
@@ -89,7 +89,7 @@ class Group:
         os.ftruncate(shared, 4096 + 2 * spec.size * SUM_BYTES)
         largest = 4 * (spec.engine.max_model_len or 1 << 20) + BODY_BYTES
         out = [Ring.create(2 * largest) for _ in range(spec.size - 1)]
-        back = [Ring.create(REPLIES * (spec.engine.max_num_seqs + 64)) for _ in range(spec.size - 1)]
+        back = [Ring.create(MAX_UNREAD_REPLIES * (spec.engine.max_num_seqs + 64)) for _ in range(spec.size - 1)]
         self.members = []
         for rank in range(spec.size):
             self.board.clear(spec.first_block + rank)
@@ -238,7 +238,7 @@ class Group:
         ranks = []
         for rank in range(self.spec.size):
             block = self.spec.first_block + rank
-            spans = self.board.spans(block, SPANS_KEPT)
+            spans = self.board.spans(block, SPANS_KEPT_S)
             spans = [flight_of(span) for span in spans[spans["start"] >= self.started_ns][-2000:]]
             ranks.append({**vars(self.board.state(block)), "spans": spans})
         file = folder / f"flight-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-g{self.spec.index}-i{self.incarnation}.json"

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from slipstream.errors import ConfigError
 from slipstream.process.board import Board
 from slipstream.process.control import Control
-from slipstream.process.group import STACKS, Group, Member, Spec, State, child_environment
+from slipstream.process.group import STACK_PRINT_S, Group, Member, Spec, State, child_environment
 from slipstream.process.protocol import Attach, Down, Drain, Hello, Lost, ToSupervisor
 from slipstream.system.folders import cache_folder
 from slipstream.system.say import say
 
-TICK = 0.1  # seconds between looks at the board
-TRIES = 6  # starts in a row that may fail without a token served in between
-BACKOFF = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
-ONE_ASKING = 0.0005  # seconds within which several askings to stop count as one
-GRACE = 5.0  # seconds that a drained front end gets to exit ...
-HURRY = 3.0  # ... and one that was told twice; its last words may take two seconds to leave
+TICK_S = 0.1  # seconds between looks at the board
+MAX_FAILED_STARTS = 6  # starts in a row that may fail without a token served in between
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
+SAME_SIGNAL_S = 0.0005  # seconds within which several askings to stop count as one
+EXIT_GRACE_S = 5.0  # seconds that a drained front end gets to exit ...
+FORCED_EXIT_GRACE_S = 3.0  # ... and one that was told twice; its last words may take two seconds to leave
 
 
 Deliver = Callable[[Attach, socket.socket], None]
@@ -84,10 +84,10 @@ class Supervisor:
         """Asks for an orderly end; from any thread or signal handler.
 
         Asked again, open answers get their error and no more time; asked a third time it is an end at once. What comes within
-        ONE_ASKING is one asking: a signal to the process and one to its group are one.
+        SAME_SIGNAL_S is one asking: a signal to the process and one to its group are one.
         """
         now = time.monotonic()
-        if now - self._asked_at < ONE_ASKING:
+        if now - self._asked_at < SAME_SIGNAL_S:
             return
         self._asked_at = now
         self._ask(None)
@@ -107,7 +107,7 @@ class Supervisor:
             for group in self.groups:
                 self._start(group)
             while self.code is None:
-                for key, _ in self._selector.select(TICK):
+                for key, _ in self._selector.select(TICK_S):
                     self._on(*key.data)
                 self._look()
             return self.code
@@ -148,9 +148,9 @@ class Supervisor:
             self.code = 0  # nobody has anything to end, or it was asked for a third time
         elif self.draining_until is not None:
             self.hurried = True
-            self._drain(0.0, HURRY)
+            self._drain(0.0, FORCED_EXIT_GRACE_S)
         else:
-            self._drain(self.drain_timeout, GRACE)
+            self._drain(self.drain_timeout, EXIT_GRACE_S)
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -212,7 +212,7 @@ class Supervisor:
         index = group.spec.index
         served = any(self.board.state(group.spec.first_block + m.rank).settled > 0 for m in group.members)
         self.failed[index] = 1 if served else self.failed[index] + 1
-        wait = BACKOFF[min(self.failed[index] - 1, len(BACKOFF) - 1)]
+        wait = BACKOFF_S[min(self.failed[index] - 1, len(BACKOFF_S) - 1)]
         down = Down(index, group.incarnation, group.failure or "", 2.0 + wait)
         for front in self.fronts:
             front.control.send(down)
@@ -222,7 +222,7 @@ class Supervisor:
         say(f"group {index} is down: {group.failure}")
         if not group.refused:
             group.stacks()
-            time.sleep(STACKS)
+            time.sleep(STACK_PRINT_S)
             try:
                 say(f"flight record: {group.record(cache_folder() / 'flight')}")
             except (OSError, ConfigError) as e:
@@ -230,7 +230,7 @@ class Supervisor:
         for member in group.members:
             self._forget(member)
         group.kill()
-        if group.refused or self.failed[index] >= TRIES:
+        if group.refused or self.failed[index] >= MAX_FAILED_STARTS:
             say("giving up" if not group.refused else "nothing was started")
             self.code = 2 if group.refused else 1
         else:

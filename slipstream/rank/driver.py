@@ -1,6 +1,6 @@
-"""The driver: turns what arrives into events of the machine, and the machine's effects into I/O. It decides nothing.
+"""The driver: turns messages and outcomes into events of the machine, and the machine's effects into I/O. It decides nothing.
 
-One thread. It waits on the channel, the device, the front ends and the supervisor, takes all that is there, and waits again.
+It has one thread, which waits on the channel, the device, the front ends and the supervisor, takes all input, and waits again.
 """
 
 import os
@@ -14,7 +14,7 @@ from slipstream.errors import Diverged
 from slipstream.log.entries import Prepared
 from slipstream.process.board import PHASE_ID, STATES, BoardWriter
 from slipstream.process.channel import FollowerEnd
-from slipstream.process.control import MAX_REASON, Control
+from slipstream.process.control import MAX_REASON_CHARS, Control
 from slipstream.process.protocol import Fault
 from slipstream.rank.effects import Interpreter, queue
 from slipstream.rank.events import (
@@ -36,13 +36,13 @@ from slipstream.rank.loop import Rank
 from slipstream.rank.preparer import Preparer
 from slipstream.system.say import say
 
-IDLE = 0.5  # seconds between turns of an idle loop, so that the board shows life
-COMPLAIN = 2.0  # seconds of waiting for another rank after which stderr says so, and again
-SPINS = 200  # looks at the descriptors before sleeping, where cores are to spare
+IDLE_TIMEOUT_S = 0.5  # an idle loop turns this often, so that the board shows that it lives
+WAIT_REPORT_INTERVAL_S = 2.0  # a rank that waits for another one reports it on stderr this often
+SPIN_POLLS = 200  # polls of the descriptors before sleeping, where cores are free
 
 
 class Parts(NamedTuple):
-    """What a driver drives, beside its machine."""
+    """What a driver needs besides its machine."""
 
     executor: Executor
     control: Control
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 
 class Driver(Interpreter):
-    """What both kinds of rank share."""
+    """The base of both kinds of driver."""
 
     def __init__(self, machine: Rank, parts: Parts):
         self.machine = machine
@@ -60,9 +60,9 @@ class Driver(Interpreter):
         self.control = parts.control
         self.board = parts.board
         self.preparer = parts.preparer
-        self.spins = SPINS if parts.spare_cores else 0
-        self.entry = -1  # the last one of which anything was done, for reports
-        self.digest = 0  # the replica's after the last entry that was answered
+        self.spins = SPIN_POLLS if parts.spare_cores else 0
+        self.entry = -1  # the last entry that was launched or answered, for reports
+        self.digest = 0  # of the replica after the last answered entry
         self.waits_since: float | None = None
         self._stamp = 0
         self._poll = select.poll()
@@ -74,7 +74,7 @@ class Driver(Interpreter):
             self._poll.register(device, select.POLLIN)
 
     def run(self) -> int:
-        """Turns until the supervisor is gone (returns 0) or this rank cannot go on (returns 1, after a Fault)."""
+        """Runs until the supervisor is gone (returns 0) or this rank cannot go on (returns 1, after a Fault)."""
         try:
             while True:
                 ready = self.wait()
@@ -91,13 +91,13 @@ class Driver(Interpreter):
                     for resources in self.preparer.take():
                         self.take(resources, now)
                 self.turn(ready, now)
-                self.complain(now)
+                self.report_wait(now)
         except Exception as e:
             self.fault(e)
             return 1
 
     def fault(self, e: Exception) -> None:
-        """Tells the supervisor why this rank stops."""
+        """Reports to the supervisor why this rank stops."""
         rank = self.machine.rank
         entry = self.entry
         if isinstance(e, Diverged) and len(e.args) == 3:
@@ -109,12 +109,12 @@ class Driver(Interpreter):
             say(traceback.format_exc())
         say(reason)
         self.board.set("state", STATES.index("failed"))
-        self.control.send(Fault(rank, entry, reason[:MAX_REASON]))
+        self.control.send(Fault(rank, entry, reason[:MAX_REASON_CHARS]))
 
     # --- waiting
 
     def timeout(self) -> float:
-        return IDLE
+        return IDLE_TIMEOUT_S
 
     def wait(self) -> set[int]:
         for _ in range(self.spins):
@@ -128,22 +128,22 @@ class Driver(Interpreter):
         self.board.set("phase", PHASE_ID["wait"])
         return {fd for fd, _ in self._poll.poll(self.timeout() * 1e3)}
 
-    def complain(self, now: float) -> None:
+    def report_wait(self, now: float) -> None:
         """A rank that waits for another says so every two seconds."""
         other = self.waiting_for()
         self.board.set("waits_for", 0 if other is None else other + 1)
         if other is None:
             self.waits_since = None
         elif self.waits_since is None:
-            self.waits_since = now + COMPLAIN
+            self.waits_since = now + WAIT_REPORT_INTERVAL_S
         elif now >= self.waits_since:
-            self.waits_since = now + COMPLAIN
+            self.waits_since = now + WAIT_REPORT_INTERVAL_S
             say(f"rank {self.machine.rank} waits for rank {other}")
 
     def waiting_for(self) -> int | None:
         return None
 
-    # --- what the kinds of rank differ in
+    # --- what leader and followers do differently
 
     def take(self, event: Event, now: float) -> None:
         self.perform(self.machine.on(event, now))
@@ -181,10 +181,10 @@ class Driver(Interpreter):
         self._stamp = end
 
     def count(self, phase: str, nanoseconds: int) -> None:
-        """Host time by phase, where somebody reads it."""
+        """Counts host time by phase. Only the leader does."""
 
     def reply(self, effect: SendReply) -> None:
-        """Notes on the board how far this rank is."""
+        """Records on the board how far this rank is."""
         if not isinstance(effect.reply, Prepared):
             self.entry = effect.reply.seq
             self.board.set("applied", effect.reply.seq)
@@ -225,5 +225,5 @@ def _leaders(effect: Effect) -> TypeError:
 
 
 def spare_cores(processes: int) -> bool:
-    """Whether `processes` busy loops leave cores for everybody else."""
+    """Whether `processes` busy loops leave cores free for other work."""
     return len(os.sched_getaffinity(0)) >= 2 * processes + 2

@@ -1,4 +1,4 @@
-"""What carries out effects: one dispatcher that knows every kind, for drivers, simulators, checkers and benchmarks alike."""
+"""Carrying out effects: one dispatcher that knows every kind, for drivers, simulators, checkers and benchmarks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from slipstream.rank.events import (
 
 
 class Interpreter(ABC):
-    """Carries out a machine's effects, in order. A new kind is a type error of every interpreter until it has a method."""
+    """Carries out a machine's effects, in order. A new kind of effect is a type error until each interpreter has its method."""
 
     def perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:

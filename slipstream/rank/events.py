@@ -1,4 +1,7 @@
-"""What goes into a rank's machine and what comes out of it. Plain values; the driver turns effects into I/O, in order."""
+"""The events that a rank's machine takes and the effects that it yields, as plain values.
+
+The driver turns effects into I/O, in order.
+"""
 
 from typing import NamedTuple
 
@@ -20,11 +23,11 @@ class Arrived(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed (leader only)."""
+    """The time of a Wake or of the next heartbeat has come (leader only)."""
 
 
 class ResourcesReady(NamedTuple):
-    """What this rank was asked to prepare for a request is there, or could not be made."""
+    """This rank has made a request's resources, or could not (`error`)."""
 
     id: int
     made: dict[str, Matcher]  # by kind of resource
@@ -37,13 +40,13 @@ Event = Entry | RequestBody | Forget | Reply | Prepared | Arrived | Tick | Submi
 
 
 class Send(NamedTuple):
-    """To every follower, in order."""
+    """Send a message to every follower, in order."""
 
     message: Entry | RequestBody | Forget
 
 
 class Prepare(NamedTuple):
-    """Make a request's resources beside the loop, then send ResourcesReady."""
+    """Make a request's resources on another thread, then give the machine ResourcesReady."""
 
     id: int
     resources: tuple[Resource, ...]
@@ -70,13 +73,13 @@ class LaunchSample(NamedTuple):
 
 
 class SendReply(NamedTuple):
-    """This rank's reply to an entry, or its report that a request's resources are prepared. The leader only notes its own."""
+    """Send this rank's reply to an entry, or its report that resources are prepared. The leader only records its own."""
 
     reply: Reply | Prepared
 
 
 class SendToFront(NamedTuple):
-    """To the front end that owns the message's request."""
+    """Send a message to the front end that owns its request."""
 
     message: ToFront
 
@@ -88,14 +91,14 @@ class Wake(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The time since the effect before was spent in this phase, for this entry."""
+    """Record that the time since the previous effect was spent in this phase, for this entry."""
 
     phase: str
     entry: int
 
 
 class Poison(NamedTuple):
-    """The group is no longer one: a rank answered wrongly. Names the rank and the first entry that differs."""
+    """Stop the group: a rank has answered wrongly. Names the rank and the first entry that differs."""
 
     rank: int
     entry: int

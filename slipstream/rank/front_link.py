@@ -1,4 +1,4 @@
-"""The leader's side of the stream to one front end. Never blocks: what the front end does not read is kept, up to a bound."""
+"""The leader's side of the stream to one front end. It never blocks: unread messages are kept, up to a bound."""
 
 import socket
 
@@ -7,12 +7,12 @@ import msgspec
 from slipstream.process.protocol import ToFront, ToLeader
 from slipstream.system.framing import BadFrame, Frames, frame
 
-MAX_UNSENT = 64 << 20  # bytes
-_READ = 1 << 18  # bytes
+MAX_UNSENT_BYTES = 64 << 20
+_READ_BYTES = 1 << 18
 
 
 class FrontLink:
-    """Messages both ways, in order. `closed` says why the link has ended, "" while it has not; nothing is sent then."""
+    """Messages both ways, in order. `closed` is "" or says why the link has ended; a closed link sends nothing."""
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
@@ -35,7 +35,7 @@ class FrontLink:
         return len(self._unsent)
 
     def flush(self) -> None:
-        """Sends what the socket takes. A front end that leaves MAX_UNSENT bytes unread is cut off."""
+        """Sends what the socket takes. A front end that leaves MAX_UNSENT_BYTES bytes unread is cut off."""
         if not self._unsent or self.closed:
             return
         try:
@@ -45,15 +45,15 @@ class FrontLink:
             pass
         except OSError as e:
             self.close(f"sending to it failed: {e.strerror}")
-        if len(self._unsent) > MAX_UNSENT:
-            self.close(f"it has left more than {MAX_UNSENT >> 20} MiB unread")
+        if len(self._unsent) > MAX_UNSENT_BYTES:
+            self.close(f"it has left more than {MAX_UNSENT_BYTES >> 20} MiB unread")
 
     def receive(self) -> list[ToLeader]:
-        """Whole messages that have arrived; sets `closed` at the end of the stream, or where it holds something else."""
+        """Whole messages that have arrived. Sets `closed` at the end of the stream or at invalid bytes."""
         out: list[ToLeader] = []
         while not self.closed:
             try:
-                data = self.sock.recv(_READ)
+                data = self.sock.recv(_READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
@@ -65,7 +65,7 @@ class FrontLink:
                 out.extend(map(self._decode, self._frames.feed(data)))
             except (BadFrame, msgspec.MsgspecError) as e:
                 self.close(f"it has sent something that is not a message: {e}")
-            if len(data) < _READ:
+            if len(data) < _READ_BYTES:
                 break
         return out
 

@@ -1,8 +1,9 @@
 """The leader's machine: a rank that also writes the log.
 
-The leader settles an outcome when it arrives and says so in its next entry, so `settled_to` names only what it holds. It plans
-when the device can take one more step: none in flight when serial, at most one when asynchronous, and then no earlier than the
-device needs, so that a request that arrives meanwhile joins the very next step.
+The leader settles an outcome when it arrives and names it in its next entry. So `settled_to` names no outcome that has not
+arrived. The leader plans when the device can take one more step: in serial scheduling when no step is in flight, in
+asynchronous scheduling when at most one is. It then plans as late as the device allows, so that a request that arrives
+meanwhile joins the very next step.
 """
 
 from collections import Counter, deque
@@ -32,20 +33,20 @@ from slipstream.rank.loop import Rank
 from slipstream.schedule.budget import StepLoad
 from slipstream.schedule.planner import Plan, Planner
 
-WINDOW = 64  # entries that may lack a reply
-MAX_GRAMMAR = 1 << 20  # bytes; a message must fit into the channel
-HEARTBEAT = 1.0  # seconds after which an idle leader writes an empty entry
-LEAD = 0.25  # a step is planned when this share of the running one is left ...
-LEAD_SECONDS = 0.001  # ... and this much more at least: it doubles when a step came too late for the device ...
-LEAD_FALLS = 0.99  # ... and falls by this factor with each step that came in time
-LEAD_MOST = 0.1  # seconds
+MAX_UNANSWERED_ENTRIES = 64  # entries that may lack a reply
+MAX_GRAMMAR_BYTES = 1 << 20  # a message must fit into the channel
+HEARTBEAT_S = 1.0  # after so long, an idle leader writes an empty entry
+LEAD_SHARE = 0.25  # a step is planned when this share of the running one is left, and `lead_s` before that
+MIN_LEAD_S = 0.001  # `lead_s` at first and at least; it doubles when a step comes too late for the device ...
+LEAD_DECAY_FACTOR = 0.99  # ... and falls by this factor with each step that comes in time
+MAX_LEAD_S = 0.1
 
 
 class StepTiming(NamedTuple):
-    """A launched step as the leader times it."""
+    """A launched step whose time the leader measures."""
 
     seq: int
-    at: float
+    at: float  # time of the launch, seconds
     load: StepLoad
 
 
@@ -63,29 +64,29 @@ class Leader(Rank):
         self.planner = planner
         self.depth = 2 if asynchronous else 1  # steps in flight at most
         self.now = 0.0
-        self.next = 0  # the entry to be written
+        self.next = 0  # the entry to write next
         self.marked = -1  # `settled_to` of the last entry
         self.written_at = 0.0
         self.poisoned = False
-        self.sealed: dict[int, tuple[int, tuple[bool, ...]]] = {}  # own digest and drops of entries not acknowledged by all
+        self.sealed: dict[int, tuple[int, tuple[bool, ...]]] = {}  # own digest and drops of entries that not all have answered
         self.replied = dict.fromkeys(range(1, size), -1)  # follower -> last entry it answered
         self.preparing: dict[int, tuple[Request, set[int]]] = {}  # id -> (request, ranks that have not compiled its grammar)
-        self.early: dict[int, list[Reply]] = {}  # replies to entries that the leader has not sealed itself
-        self.ending: deque[tuple[int, Ended]] = deque()  # (entry of the drop, request), until all have acknowledged it
+        self.early: dict[int, list[Reply]] = {}  # replies to entries that the leader itself has not sealed
+        self.ending: deque[tuple[int, Ended]] = deque()  # (entry of the drop, request), until all ranks have answered it
         self.step_timings: deque[StepTiming] = deque()
-        self.lead = LEAD_SECONDS
+        self.lead_s = MIN_LEAD_S
         self.arrived_at = 0.0
         self.steps: Counter[str] = Counter(dict.fromkeys(ORDERS, 0))
         self.step_tokens: list[int] = []  # tokens of each step since the reader last took them
 
     @property
     def acknowledged(self) -> int:
-        """The last entry that every rank has answered, equally."""
+        """The last entry that every rank has answered with the same digest."""
         return min(self.applied, *self.replied.values()) if self.replied else self.applied
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot, those whose grammar is being compiled included."""
+        """Requests that wait for a slot, including those whose grammar is being compiled."""
         return len(self.planner.queue) + len(self.preparing)
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
@@ -110,14 +111,14 @@ class Leader(Rank):
             yield from super().take(event)
 
     def advance(self) -> Iterator[Effect]:
-        """Settles what has arrived, then writes entries: a leader's are not read but written."""
+        """Settles the outcomes that have arrived, then writes entries. A follower reads them instead."""
         yield from self.settle_arrived()
         yield from self.write_entries()
 
     # --- requests
 
     def submit(self, request: Request) -> Iterator[Effect]:
-        """Queues a request, or refuses it with nothing changed."""
+        """Queues a request, or refuses it and changes nothing."""
         limits = self.replica.limits
         length = request.prompt_len + request.max_tokens
         if length > limits.max_len:
@@ -128,8 +129,8 @@ class Leader(Rank):
             yield SendToFront(Refused(request.id, 400, text, "prompt"))
         elif self.waiting >= self.planner.queue.limit:
             yield SendToFront(Refused(request.id, 429, f"{self.waiting} requests are waiting already; try again later"))
-        elif len(request.grammar) > MAX_GRAMMAR:
-            text = f"the grammar has {len(request.grammar)} bytes; at most {MAX_GRAMMAR} are taken"
+        elif len(request.grammar) > MAX_GRAMMAR_BYTES:
+            text = f"the grammar has {len(request.grammar)} bytes; at most {MAX_GRAMMAR_BYTES} are taken"
             yield SendToFront(Refused(request.id, 400, text, "response_format"))
         elif request.resources:
             self.preparing[request.id] = (request, {0, *self.replied})
@@ -139,7 +140,7 @@ class Leader(Rank):
             self.planner.submit(request, self.now)
 
     def peer_prepared(self, message: Prepared) -> Iterator[Effect]:
-        """A rank has made a request's resources. When all have, the request joins the queue; when one cannot, it ends."""
+        """Notes that a rank has made a request's resources. When all have, the request is queued. If one cannot, it ends."""
         request, missing = self.preparing.get(message.id, (None, set()))
         if request is None:
             return
@@ -165,7 +166,7 @@ class Leader(Rank):
         if event.id in self.preparing:
             yield from self.unprepare(event.id)
         elif not self.planner.abort(event.id, event.kept):
-            return  # it is in the log, and its end comes from there; or it has ended already
+            return  # the request is in the log, so its drop ends it; or it has ended already
         elif event.id in self.replica.bodies:
             self.replica.forget(event.id)
             yield self.send_aside(Forget(event.id))
@@ -196,23 +197,23 @@ class Leader(Rank):
             yield SendToFront(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), found or None))
 
     def record_step_time(self, outcome: Outcome) -> None:
-        """Learns how long the step took: by its device, or from its launch or the end of the one before it."""
+        """Learns how long the step took, from the device's report or from the times of launches and outcomes."""
         step_timings = self.step_timings.popleft()
         seconds = outcome.seconds or self.now - max(step_timings.at, self.arrived_at)
         self.arrived_at = self.now
         self.planner.budget.observe(step_timings.load, seconds)
         if self.step_timings:
-            self.lead = max(self.lead * LEAD_FALLS, LEAD_SECONDS)
+            self.lead_s = max(self.lead_s * LEAD_DECAY_FACTOR, MIN_LEAD_S)
         elif self.depth > 1 and (len(self.replica.decoding) or self.replica.prefilling):
-            self.lead = min(self.lead * 2, LEAD_MOST)  # the device has run dry: this host wakes later than it asked for
+            self.lead_s = min(self.lead_s * 2, MAX_LEAD_S)  # the device has run dry: this host wakes later than it asked for
 
     # --- plan
 
     def write_entries(self) -> Iterator[Effect]:
-        """Writes entries as long as there is something to say and the device can take it."""
+        """Writes entries while there is something to write and the device can take it."""
         while self.launches_whole and not self.poisoned:
             depth = len(self.replica.flights)
-            if depth >= self.depth or self.next - self.acknowledged > WINDOW:
+            if depth >= self.depth or self.next - self.acknowledged > MAX_UNANSWERED_ENTRIES:
                 return
             at = self.plan_at() if depth else 0.0
             if at > self.now:
@@ -222,7 +223,7 @@ class Leader(Rank):
             yield Span("plan", self.next)
             if plan.step is None and not plan.commands:
                 unmarked = self.replica.settled_to > self.marked and not depth
-                if not unmarked and self.now - self.written_at < HEARTBEAT:
+                if not unmarked and self.now - self.written_at < HEARTBEAT_S:
                     return
             yield from self.write(plan)
             if plan.step is None:
@@ -230,22 +231,22 @@ class Leader(Rank):
 
     @property
     def launches_whole(self) -> bool:
-        """Whether no entry is launched in part only."""
+        """Whether every entry is launched as a whole: none waits for its late sampling."""
         return self.late is None
 
     def plan_at(self) -> float:
-        """When the next step should be planned, seconds: late enough for newcomers, early enough to keep the device fed.
+        """The time, in seconds, to plan the next step: late, so that new requests can join, but in time for the device.
 
-        How early that is, is learned: a busy machine wakes a sleeping process late.
+        The lead is learned, because a busy machine wakes a sleeping process late.
         """
         running = self.step_timings[0]
         expected = self.planner.budget.expected(running.load)
-        return max(running.at, self.arrived_at) + expected * (1 - LEAD) - self.lead
+        return max(running.at, self.arrived_at) + expected * (1 - LEAD_SHARE) - self.lead_s
 
     def write(self, plan: Plan) -> Iterator[Effect]:
-        """Publishes the next entry and does the leader's own part of it; the planner has applied its commands already."""
+        """Publishes the next entry and launches its step here. The planner has already applied its commands."""
         for request in plan.admitted:
-            if not request.resources:  # else followers have had it since it was prepared
+            if not request.resources:  # else followers have received it already, to make its resources
                 yield self.send_aside(RequestBody(request))
         entry = Entry(self.next, self.replica.settled_to, tuple(plan.commands), plan.step, self.side_messages)
         self.next += 1
@@ -279,7 +280,7 @@ class Leader(Rank):
         yield from self.finish()
 
     def check_reply(self, reply: Reply) -> Iterator[Effect]:
-        """One answer from each follower to each entry, in order; anything else poisons the group."""
+        """Checks a follower's reply. Each follower answers each entry once, in order; anything else poisons the group."""
         due = self.replied.get(reply.rank)
         if due is None or reply.seq != due + 1 or reply.seq >= self.next:
             yield from self.poison(reply, f"answered entry {reply.seq} where {-1 if due is None else due + 1} was due")
@@ -303,7 +304,7 @@ class Leader(Rank):
         yield Poison(reply.rank, reply.seq, f"rank {reply.rank} differs at entry {reply.seq}: {reason}")
 
     def finish(self) -> Iterator[Effect]:
-        """Tells the ends whose drops every rank has acknowledged."""
+        """Reports the ends of requests whose drops every rank has answered."""
         through = self.acknowledged
         while self.ending and self.ending[0][0] <= through and not self.poisoned:
             _, ended = self.ending.popleft()
@@ -324,7 +325,7 @@ class Leader(Rank):
         return other
 
     def state(self) -> tuple[object, ...]:
-        """As a rank's; the last two parts are what the leader knows of each follower. Clocks are left out."""
+        """Like a rank's value. The last two items are what the leader knows of each follower. Clocks are left out."""
         planner = self.planner
         return (
             super().state(),

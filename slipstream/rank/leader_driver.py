@@ -16,22 +16,22 @@ from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT, Leader
 from slipstream.system.say import say
 
-LOAD_EVERY = 0.1  # seconds
-BEHIND_BYTES = 8 << 20  # unread by a front end, above which the group slows down for it ...
-BEHIND_SECONDS = 0.05  # ... by so much a turn at most: what it serves others, and the beat that the supervisor sees, go on
+LOAD_INTERVAL_S = 0.1  # between two messages about the load
+SLOW_FRONT_BYTES = 8 << 20  # if a front end leaves more than this unread, the group waits for it ...
+SLOW_FRONT_PAUSE_S = 0.05  # ... at most this long a turn, so that other requests and the heartbeat go on
 
 
 @dataclass
 class Choices:
-    """The requests that came as one message, until the last of them has ended."""
+    """The requests that came in one message. The record lives until the last of them has ended."""
 
-    link: FrontLink  # who asked
+    link: FrontLink  # to the front end that sent them
     weight: int  # bytes that they take together
-    left: int
+    left: int  # requests that have not ended
 
     @classmethod
     def of(cls, link: FrontLink, message: Submit) -> "Choices":
-        """The weight counts what a client can make large, in Python's objects: a bias is a pair of numbers in a tuple."""
+        """The weight counts the Python objects of the fields that a client can make large. A bias is a tuple of two numbers."""
         request, sampling, count = message.request, message.request.sampling, 1 + len(message.more)
         words = sum(64 + 40 * len(word) for word in sampling.bad_words)
         shared = len(request.prompt) + len(request.grammar) + 160 * len(sampling.logit_bias) + words
@@ -42,18 +42,18 @@ class LeaderDriver(Driver):
     machine: Leader
 
     def __init__(self, machine: Leader, parts: Parts, channel: LeaderEnd, queue_bytes: int):
-        """queue_bytes: that the requests which wait and run may take."""
+        """`queue_bytes`: bytes that the waiting and running requests may take."""
         super().__init__(machine, parts)
         self.channel = channel
         self.fronts: dict[int, FrontLink] = {}
         self.owner: dict[int, Choices] = {}  # by request id
         self.queue_bytes, self.held_bytes = queue_bytes, 0
         self.wake_at: float | None = None
-        self.news = False  # whether something was taken in since the last plan
+        self.news = False  # whether an event came since the last plan
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "publish", "launch", "settle"), 0.0)
         self._load: Load | None = None
         self._load_at = 0.0
-        self._due: tuple[int, int] | None = None  # (rank, entry) of the answer that is waited for
+        self._due: tuple[int, int] | None = None  # (rank, entry) of the next answer that is missing
         self._due_since = 0.0
         for fd in channel.descriptors():
             self._poll.register(fd, select.POLLIN)
@@ -62,17 +62,17 @@ class LeaderDriver(Driver):
         if self._falls_idle():
             return 0.0
         if self.wake_at is None:
-            return IDLE
-        return min(max(self.wake_at - time.monotonic(), 0.0), IDLE)
+            return IDLE_TIMEOUT_S
+        return min(max(self.wake_at - time.monotonic(), 0.0), IDLE_TIMEOUT_S)
 
     def waiting_for(self) -> int | None:
         machine = self.machine
         late = [rank for rank, seq in machine.replied.items() if seq < machine.applied]
         return min(late, key=lambda rank: machine.replied[rank]) if late else None
 
-    def complain(self, now: float) -> None:
-        """A follower that turns its loop but does not answer is found here: the board cannot tell it from an idle one."""
-        super().complain(now)
+    def report_wait(self, now: float) -> None:
+        """Raises Diverged for a follower whose loop runs but does not answer. On the board it looks like an idle one."""
+        super().report_wait(now)
         rank = self.waiting_for()
         due = None if rank is None else (rank, self.machine.replied[rank] + 1)
         if due != self._due:
@@ -91,9 +91,9 @@ class LeaderDriver(Driver):
         return True
 
     def turn(self, ready: set[int], now: float) -> None:
-        """Drains every inbox and prunes what is gone, publishes the load, and then admits and plans, once.
+        """Drains every inbox, removes closed links, publishes the load, and then admits and plans once.
 
-        Outcomes and grammars were taken in before. A plan that came earlier would miss what arrived in the same moment.
+        Outcomes and grammars were taken before this. An earlier plan would miss requests that arrive at the same moment.
         """
         machine = self.machine
         for reply in self.channel.receive():
@@ -101,7 +101,7 @@ class LeaderDriver(Driver):
         for fd in ready & self.fronts.keys():
             self.drain(self.fronts[fd], now)
         self.publish_load(now)
-        if (self.wake_at is not None and self.wake_at <= now) or now - machine.written_at >= HEARTBEAT:
+        if (self.wake_at is not None and self.wake_at <= now) or now - machine.written_at >= HEARTBEAT_S:
             self.wake_at = None
             self.take(Tick(), now)
         if self.news:
@@ -112,15 +112,15 @@ class LeaderDriver(Driver):
             self.push(link, now)
 
     def take(self, event: Event, now: float) -> None:
-        """Only takes it in; the turn plans when all is drained."""
+        """Records the event. The turn plans when all inboxes are drained."""
         self.news = True
         self.machine.now = now
         self.perform(self.machine.take(event))
 
     def ease(self) -> None:
-        """Waits a moment for front ends that read more slowly than the group generates, rather than cut them off for it."""
-        end = time.monotonic() + BEHIND_SECONDS
-        while behind := [link for link in self.fronts.values() if link.unsent > BEHIND_BYTES and not link.closed]:
+        """Waits a moment for front ends that read more slowly than the group generates, so that they need not be cut off."""
+        end = time.monotonic() + SLOW_FRONT_PAUSE_S
+        while behind := [link for link in self.fronts.values() if link.unsent > SLOW_FRONT_BYTES and not link.closed]:
             left = end - time.monotonic()
             if left <= 0 or not select.select([], behind, [], left)[1]:
                 return
@@ -149,7 +149,7 @@ class LeaderDriver(Driver):
         self.take(message, now)
 
     def disown(self, id: int) -> FrontLink | None:
-        """The request has ended; returns whose it was."""
+        """Forgets a request that has ended; returns its front end's link."""
         choices = self.owner.pop(id, None)
         if choices is None:
             return None
@@ -171,7 +171,7 @@ class LeaderDriver(Driver):
             self._poll.modify(fd, select.POLLIN | (select.POLLOUT if link.unsent else 0))
 
     def forget(self, fd: int, link: FrontLink, now: float) -> None:
-        """A front end is gone, or only its link is: it then hears so from the socket. Its clients' requests end here."""
+        """Ends the requests of a front end whose link is closed. If the front end still runs, its socket reports the end."""
         say(f"the leader has lost a front end: {link.closed}")
         self._poll.unregister(fd)
         del self.fronts[fd]
@@ -180,11 +180,11 @@ class LeaderDriver(Driver):
             self.take(Abort(id), now)
 
     def _falls_idle(self) -> bool:
-        """Whether nothing runs any more and nobody has been told."""
+        """Whether the last request has ended and the front ends do not know it yet."""
         return bool(self._load and self._load.running and not self.machine.replica.requests)
 
     def publish_load(self, now: float) -> None:
-        if now - self._load_at < LOAD_EVERY and not self._falls_idle():
+        if now - self._load_at < LOAD_INTERVAL_S and not self._falls_idle():
             return
         machine, replica = self.machine, self.machine.replica
         counters = machine.planner.counters
@@ -230,7 +230,7 @@ class LeaderDriver(Driver):
                 link.queue(message)
 
     def send_tokens(self, message: Tokens) -> None:
-        """One message for each front end, with its own requests' columns."""
+        """Sends each front end one message with the columns of its own requests."""
         links = list(self.fronts.values())
         if len(links) == 1:
             links[0].queue(message)

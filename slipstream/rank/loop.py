@@ -1,13 +1,13 @@
 """The machine of a rank: plan, launch, settle.
 
-No I/O, threads, clocks or sockets live here: `on(event, now)` yields effects, each carried out before the machine goes on. All
-waiting is explicit in `entries`, `outcomes` and `late`, so a machine can be copied, compared and explored by the checker.
+No I/O, threads, clocks or sockets live here. `on(event, now)` yields effects, and each is carried out before the machine goes
+on. All waiting is explicit in `entries`, `outcomes` and `late`, so the checker can copy, compare and explore a machine.
 
-A follower applies the leader's entries; the leader writes them. One step passes three phases:
+The leader writes entries, and followers apply them. One step passes three phases:
 
     plan     choose the rows (leader) and move the replica past them (every rank)
-    launch   queue the device work; nothing that is queued is ever cancelled
-    settle   apply the outcome: on the leader when it arrives, on a follower at the mark that names it
+    launch   queue the device work; queued work is never cancelled
+    settle   apply the outcome: on the leader when it arrives, on a follower at the mark (`settled_to`) that names it
 
 Serial and asynchronous scheduling differ only in how many steps may be in flight when the next one is planned.
 """
@@ -38,25 +38,26 @@ from slipstream.rank.events import (
 
 
 class Rank:
-    """A follower, and what a leader shares with it."""
+    """A follower, and the base of the leader."""
 
     def __init__(self, rank: int, replica: Replica):
         self.rank = rank
         self.replica = replica
-        self.entries: deque[Entry] = deque()  # written, not applied yet
+        self.entries: deque[Entry] = deque()  # received, not applied yet
         self.outcomes: deque[Outcome] = deque()  # arrived, not settled yet
-        self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None  # forward is queued, sampling waits for the second mark
+        # a step whose forward is queued while its sampling waits for its masks
+        self.late: tuple[Entry, Batch, tuple[bool, ...]] | None = None
         self.applied = -1
-        self.received = -1  # the last entry that came
-        self.side_messages = 0  # messages of other kinds since then; on a leader, that it has sent
+        self.received = -1  # the last entry that arrived
+        self.side_messages = 0  # messages of other kinds since the last entry: received by a follower, sent by the leader
 
     def on(self, event: Event, now: float = 0.0) -> Iterator[Effect]:
-        """Takes one event and yields what to do about it. `now` (seconds) matters to a leader only."""
+        """Takes one event and yields its effects. Only a leader uses `now` (seconds)."""
         yield from self.take(event)
         yield from self.advance()
 
     def take(self, event: Event) -> Iterator[Effect]:
-        """Takes an event in, without applying anything to the replica yet."""
+        """Records an event. Entries and outcomes wait for `advance`."""
         if isinstance(event, Entry):
             self.receive(event)
         elif isinstance(event, RequestBody):
@@ -71,13 +72,16 @@ class Rank:
             self.outcomes.append(event.outcome)
 
     def receive_request(self, request: Request) -> Iterator[Effect]:
-        """Takes a request in ahead of its Admit, and prepares what it needs."""
+        """Receives a request ahead of its Admit and prepares its resources."""
         self.replica.receive(request)
         if request.resources:
             yield Prepare(request.id, request.resources)
 
     def receive(self, entry: Entry) -> None:
-        """Takes an entry in. Raises Diverged where a message before it is missing: nothing else would tell of some of them."""
+        """Receives an entry. Raises Diverged if a message before it is missing.
+
+        Some missing messages change no digest, so no other check would find them.
+        """
         if entry.seq != self.received + 1:
             text = f"rank {self.rank} was sent entry {entry.seq} where {self.received + 1} was due"
             raise Diverged(text, self.rank, entry.seq)
@@ -126,11 +130,11 @@ class Rank:
         return True
 
     def committed(self, outcome: Outcome, settled: Settled) -> Iterator[Effect]:
-        """What a settle means to the world: nothing on a follower."""
+        """Yields the effects of a settle outside the replica. A follower has none."""
         return iter(())
 
     def refusal(self, entry: int, why: BadEntry) -> Diverged:
-        """Digests cannot show an error that all ranks share, so a rank refuses what does not fit its replica."""
+        """The error of an entry that does not fit the replica. Digests cannot show an error that all ranks share."""
         return Diverged(f"rank {self.rank} refuses entry {entry}: {why}", self.rank, entry)
 
     # --- plan: the commands of a written entry
@@ -149,12 +153,12 @@ class Rank:
         return tuple(existed)
 
     def device_ops(self) -> Iterator[Effect]:
-        """What commands ask of the device, in their order."""
+        """The device operations of the commands, in order."""
         ops, self.replica.ops = self.replica.ops, []
         yield from ops
 
     def prepared(self, event: ResourcesReady) -> Iterator[Effect]:
-        """A request's resources are made; the leader admits it when every rank has reported that."""
+        """Reports that a request's resources are made. The leader admits the request when every rank has reported."""
         if event.id in self.replica.bodies:
             self.replica.prepare(event.id, event.made)
             yield SendReply(Prepared(self.rank, event.id, event.error))
@@ -183,10 +187,10 @@ class Rank:
             yield Span("launch", entry.seq)
 
     def launched(self, entry: Entry, batch: Batch) -> None:
-        """What a launch means beside its device work: nothing on a follower."""
+        """Records a launch. A follower records nothing."""
 
     def finish_late(self) -> Iterator[Effect]:
-        """The second mark has passed: every token that the masks depend on is settled."""
+        """Samples the late step. Every token that its masks depend on is settled now."""
         assert self.late is not None
         entry, batch, existed = self.late
         self.late = None

@@ -1,7 +1,7 @@
-"""Resources of requests are made beside the loop, on a thread of their own, so that an expensive one delays no step.
+"""Making the resources of requests on a thread of its own, so that an expensive one does not delay a step.
 
-What makes them is built when a rank starts and not with the first request: building the index of a
-vocabulary holds the interpreter's lock for up to a second, which nobody notices before the loop runs.
+Their makers are built when a rank starts, not with the first request. Building the index of a vocabulary holds the
+interpreter's lock for up to a second, which disturbs nobody before the loop runs.
 """
 
 import queue
@@ -18,7 +18,7 @@ Makers = Mapping[str, MakeMatcher]  # by kind of resource
 
 
 class Preparer:
-    """Makes resources in the order of the calls. `open_makers` is called once, by `open`; what it raises every request gets."""
+    """Makes resources in the order of the calls. `open` calls `open_makers` once; if it fails, all requests get its error."""
 
     def __init__(self, open_makers: Callable[[], Makers]):
         self._open_makers = open_makers
@@ -33,7 +33,7 @@ class Preparer:
         self._thread.start()
 
     def wait_open(self) -> None:
-        """Returns when `open_makers` has."""
+        """Returns when `open_makers` has returned."""
         self._opened.wait()
 
     def fileno(self) -> int:
@@ -44,7 +44,7 @@ class Preparer:
         self._asked.put((id, resources))
 
     def take(self) -> list[ResourcesReady]:
-        """What has been made since the last call."""
+        """The resources that were made since the last call."""
         self._bell.clear()
         out = []
         while self._done:
@@ -56,7 +56,7 @@ class Preparer:
         failure = ""
         try:
             makers = self._open_makers()
-        except Exception as e:  # a model without a tokenizer, say: it still serves what needs none
+        except Exception as e:  # for instance a model without a tokenizer: it still serves requests without a grammar
             failure = str(e) or type(e).__name__
         self._opened.set()
         while True:

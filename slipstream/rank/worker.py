@@ -15,7 +15,7 @@ from slipstream.log.caches import Limits
 from slipstream.log.replica import Replica
 from slipstream.process.board import Board
 from slipstream.process.channel import FollowerEnd, LeaderEnd, Ring
-from slipstream.process.control import MAX_REASON, Control, begin_member, report_ready
+from slipstream.process.control import MAX_REASON_CHARS, Control, begin_member, report_ready
 from slipstream.process.protocol import Begin, Fault, Loaded, Setup
 from slipstream.rank.driver import Driver, FollowerDriver, Parts, spare_cores
 from slipstream.rank.leader import Leader
@@ -34,10 +34,10 @@ def main() -> int:
     try:
         return run(control, setup, fds)
     except (ConfigError, ModelError, MemoryError) as e:
-        control.send(Fault(setup.rank, -1, str(e)[:MAX_REASON] or "out of memory", refusal=True))
+        control.send(Fault(setup.rank, -1, str(e)[:MAX_REASON_CHARS] or "out of memory", refusal=True))
     except Exception as e:
         traceback.print_exc()
-        control.send(Fault(setup.rank, -1, f"rank {setup.rank} could not start: {type(e).__name__}: {e}"[:MAX_REASON]))
+        control.send(Fault(setup.rank, -1, f"rank {setup.rank} could not start: {type(e).__name__}: {e}"[:MAX_REASON_CHARS]))
     return 1
 
 
@@ -67,14 +67,14 @@ def run(control: Control, setup: Setup, fds: list[int]) -> int:
 
 
 def open_makers(engine: config.EngineConfig, model_path: str) -> Makers:
-    """What makes the resources of this model's requests."""
+    """The makers of resources for this model's requests."""
     from slipstream.grammar.matcher import open_maker  # on the preparer's thread: it loads a tokenizer
 
     return {"grammar": open_maker(engine, model_path)}
 
 
 def stamp(engine: str, model: dict) -> str:
-    """What must be equal on all ranks: code, libraries, configuration, the model's config."""
+    """A text that must be equal on all ranks. It covers code, libraries, configuration and the model's config."""
     torch = sys.modules.get("torch")
     libraries = f"{__version__} {platform.python_version()} {getattr(torch, '__version__', '-')}"
     text = engine + json.dumps(model, sort_keys=True, default=str)
@@ -82,7 +82,7 @@ def stamp(engine: str, model: dict) -> str:
 
 
 def build_driver(engine: config.EngineConfig, setup: Setup, limits: Limits, parts: Parts, channel_fds: list[int]) -> Driver:
-    """The machine of this rank with what drives it."""
+    """This rank's machine in its driver."""
     replica = Replica(limits)
     rings = [Ring(memory, event) for memory, event in zip(channel_fds[0::2], channel_fds[1::2], strict=True)]
     if setup.rank:

@@ -1,6 +1,6 @@
-"""Who joins: which waiting request gets a slot next. The leader's alone.
+"""Admission: which waiting request gets a slot next. Only the leader decides this.
 
-A request joins when its whole prompt has pages. Where the device is behind with long prompts, only short ones join.
+A request joins when its whole prompt has pages. While many long prompts are under way, only short ones join.
 """
 
 from collections.abc import Iterator
@@ -11,37 +11,37 @@ from slipstream.log.tables import Hit
 from slipstream.schedule.prefill_order import PendingPrefill, PrefillOrder
 from slipstream.schedule.queue import Queue, Waiting
 
-LOOKAHEAD = 8  # waiting requests that are looked at, the head included, for one that fits
-BYPASSES = 64  # how often a head may be passed before everybody waits for it
-SHORT = 1024  # tokens to compute of a prompt that need not wait for long ones
-LONG_UNDER_WAY = 8  # long prompts that are computed at a time, where a step has no room for all; with short ones twice as many
-HASHED = 2048  # pages of prompts after which a plan hashes no other prompt: a burst must not stop the loop
-ASKED = 64  # waiting long prompts that a look asks whether the cache has made them short
+LOOKAHEAD_REQUESTS = 8  # waiting requests that are examined, the head included, to find one that fits
+MAX_BYPASSES = 64  # how often the head may be passed before all other requests wait for it
+SHORT_PROMPT_TOKENS = 1024  # a prompt with at most so many tokens to compute may pass long ones
+MAX_LONG_PREFILLS = 8  # long prompts under way where a step has no room for all; short and long together: twice as many
+MAX_HASHED_PAGES = 2048  # after so many pages, a plan hashes no further prompt: a burst must not stop the loop
+MAX_RECHECKED_PROMPTS = 64  # waiting long prompts that one search checks: the cache may have made them short
 
 
 class Admission:
-    """Looks at the queue for the planner. `short` and `long_under_way` are SHORT and LONG_UNDER_WAY but in tests."""
+    """Chooses waiting requests for the planner. Only tests and simulations change `short` and `max_long_prefills`."""
 
     def __init__(self, replica: Replica, queue: Queue):
         self.replica = replica
         self.queue = queue
-        self.short = SHORT
-        self.long_under_way = LONG_UNDER_WAY
-        self._hashed = 0  # pages, by this plan
-        self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when all lacked pages
+        self.short = SHORT_PROMPT_TOKENS
+        self.max_long_prefills = MAX_LONG_PREFILLS
+        self._hashed = 0  # pages that this plan has hashed
+        self._full_at: tuple[int, int] | None = None  # (available pages, free slots) when no request fitted
 
     def begin(self) -> None:
-        """A new plan."""
+        """Starts a new plan."""
         self._hashed = 0
 
     def reopen(self) -> None:
-        """Something has changed for those that could not be admitted, beside more pages or slots."""
+        """Lets requests be examined again after a change other than more pages or slots."""
         self._full_at = None
-        self.queue.ask_all()
+        self.queue.recheck_all()
 
     @property
     def closed(self) -> bool:
-        """Whether nobody can join, as was found before."""
+        """Whether no request can join, as the last search found."""
         if not len(self.queue) or not self.replica.free_slots:
             return True
         at = self._full_at
@@ -52,52 +52,55 @@ class Admission:
         self.reopen()
 
     def choose(self, prefills: PrefillOrder, crowded: bool, before: tuple[float, int] | None) -> Waiting | None:
-        """The first waiting request that fits, unless the head has been passed too often. None: nothing can join now.
+        """The first waiting request that fits; None where no request can join now.
 
-        The head is here the first that was looked at and lacks pages. `prefills`: the prompts under way. `crowded`: only short
-        prompts may join. `before`: only those that come before this place in the queue, where a preempted request stands.
+        The head is the first examined request that lacks pages. Once it has been passed too often, no other request joins.
+        `prefills`: the prompts under way. `crowded`: only short prompts may join. `before`: the place in the queue of a
+        preempted request; only requests that stand before it may join.
         """
         head: Waiting | None = None
-        for_pages = not crowded  # whether everybody waits for pages alone
+        only_pages_missing = not crowded  # whether every waiting request lacks only pages
         for waiting in self._candidates(crowded):
-            if waiting.keys is None and self._hashed >= HASHED:
-                for_pages = False
+            if waiting.keys is None and self._hashed >= MAX_HASHED_PAGES:
+                only_pages_missing = False
                 break
             if (before is not None and waiting.arrival > before) or self._computed_soon(waiting, prefills):
-                for_pages = False
+                only_pages_missing = False
                 continue
             if self.fits(waiting.request, waiting.request.prompt_len, self.keys(waiting)):
                 if head is not None:
                     head.passed += 1
                 return waiting
             head = head or waiting
-            if head.passed >= BYPASSES:
+            if head.passed >= MAX_BYPASSES:
                 break
-        if for_pages and not self.queue.unasked:
+        if only_pages_missing and not self.queue.unchecked:
             self._full_at = (self.replica.cache.available, len(self.replica.free_slots))
         return None
 
     def _candidates(self, crowded: bool) -> Iterator[Waiting]:
-        """Who is looked at: unless `crowded` the first in the queue; then, or only, short ones as urgent as the very first.
+        """The requests to examine: the first ones in the queue, then short prompts as urgent as the first request.
 
-        Before these are looked at, some long prompts are asked whether they have become short, and short ones whether they
-        still are. The queue may change between two of them, so nobody is to be removed while it runs.
+        Where the device is `crowded`, only the short prompts are examined. Before them, some long prompts are checked, which
+        may have become short, and so are short ones, which may have become long. This moves requests within the queue, so
+        the caller must not remove one while it iterates.
         """
         queue = self.queue
-        first = queue.first(LOOKAHEAD)
+        first = queue.first(LOOKAHEAD_REQUESTS)
         most = first[0].request.priority
         if not crowded:
             yield from first
-        for _ in range(ASKED):
-            asked = queue.next_long() if queue.unasked and self._hashed < HASHED else None
-            if asked is None:
+        for _ in range(MAX_RECHECKED_PROMPTS):
+            long = queue.next_long() if queue.unchecked and self._hashed < MAX_HASHED_PAGES else None
+            if long is None:
                 break
-            queue.set_short(asked, self._is_short(asked))
-        short = queue.first(LOOKAHEAD, short=True)
+            queue.set_short(long, self._is_short(long))
+        short = queue.first(LOOKAHEAD_REQUESTS, short=True)
         while not all([self._still_short(waiting) for waiting in short]):
-            short = queue.first(LOOKAHEAD, short=True)
+            short = queue.first(LOOKAHEAD_REQUESTS, short=True)
         seen = [] if crowded else [*first]
-        for waiting in (*first, *short):  # of the first ones those that are short: more urgent ones may hide them among these
+        # `first` is here for its short prompts: more urgent ones may have kept them out of `short`
+        for waiting in (*first, *short):
             if waiting not in seen and self._still_short(waiting) and waiting.request.priority <= most:
                 seen.append(waiting)
                 yield waiting
@@ -108,9 +111,9 @@ class Admission:
         return waiting.short
 
     def _is_short(self, waiting: Waiting) -> bool:
-        """Whether at most `short` tokens of the prompt have to be computed, as of the next turn of a chat.
+        """Whether at most `short` tokens of the prompt are not in the cache, as in the next turn of a chat.
 
-        The page before these is in the cache then, and all before that one.
+        The cache then has the page before these tokens and all earlier pages.
         """
         request = waiting.request
         if request.prompt_len <= self.short:
@@ -128,14 +131,14 @@ class Admission:
         return waiting.keys
 
     def _cached(self, request: Request, known: int, keys: list[bytes]) -> Hit:
-        """What it may use of the cache for its first `known` tokens, of which one is always computed."""
+        """The cached pages that a request may use for its first `known` tokens. One token is always computed."""
         most = (known - 1) // self.replica.limits.page_size if request.sampling.prompt_logprobs < 0 else 0
         return self.replica.cache.find(keys[:most])
 
     def _computed_soon(self, waiting: Waiting, prefills: PrefillOrder) -> bool:
-        """Whether pages that this prompt misses are computed for another one, before this one's turn would come.
+        """Whether another request computes pages that this prompt lacks, before this prompt's turn would come.
 
-        It waits for the last of them. Once found, asking again costs a few look-ups.
+        The prompt then waits for the last of these pages. Later calls cost a few look-ups.
         """
         replica, request = self.replica, waiting.request
         if waiting.awaits is not None:
@@ -155,7 +158,7 @@ class Admission:
             most = min(int(replica.bound[slot]) // page_size, len(own), len(keys))
             if int(replica.computed[slot]) // page_size <= found < most and own[found] == keys[found]:
                 common = next((i for i in range(found, most) if own[i] != keys[i]), most)
-                # what both have counts twice: were this one to go first, both would compute it
+                # the common pages count twice: if this one went first, both would compute them
                 left = request.prompt_len + (common - 2 * found) * page_size
                 if prefills.goes_before(id := int(replica.ids[slot]), pending_prefill(waiting, left)):
                     waiting.awaits = (id, keys[common - 1], left)
@@ -163,7 +166,7 @@ class Admission:
         return False
 
     def fits(self, request: Request, known: int, keys: list[bytes]) -> bool:
-        """Whether `known` tokens get their pages now, and decoding rows keep some room to grow."""
+        """Whether there are pages for `known` tokens now, and some left for the decoding rows to grow into."""
         replica = self.replica
         cache, columns = replica.cache, replica.limits.pages_of(known)
         lacking = cache.lacking(self._cached(request, known, keys), columns)
@@ -180,10 +183,10 @@ class Admission:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value of what the next look depends on, the queue included."""
+        """A hashable value of all that the next search depends on, the queue included."""
         return self.queue.state(), self._full_at
 
 
 def pending_prefill(waiting: Waiting, left: int) -> PendingPrefill:
-    """A waiting prompt as one of those under way, with `left` tokens to compute."""
+    """A waiting prompt with `left` tokens to compute, in the form of a prompt under way, to compare it with those."""
     return PendingPrefill(-1, waiting.request.id, left, waiting.arrival, waiting.request.priority)

@@ -1,8 +1,8 @@
-"""The planner: which requests join, which rows run, who yields its pages. The leader's alone.
+"""The planner: which requests join, which rows run, and which requests give up their pages. Only the leader plans.
 
-Order of a plan: drop what has ended or gone, return preempted requests, admit waiting ones, make room for the decoding rows,
-cut chunks of prompts into what is left of the budget. It tries each command on the leader's replica by applying it, as
-followers will when they read it.
+Order of a plan: drop ended and aborted requests, return preempted ones, admit waiting ones, make room for the decoding rows,
+and cut chunks of prompts that fit the rest of the budget. The planner applies each command to the leader's replica at once.
+Followers apply the same command when they read it.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from slipstream.schedule.queue import Queue, Waiting
 
 @dataclass
 class Plan:
-    """What an entry will hold, already applied to the leader's replica but for the step."""
+    """The content of the next entry. All but the step is already applied to the leader's replica."""
 
     commands: list[Command] = field(default_factory=list[Command])
     admitted: list[Request] = field(default_factory=list[Request])  # for the first time
@@ -32,17 +32,17 @@ class Plan:
 
 
 class PrefillShare(NamedTuple):
-    """The prompts' part of a step."""
+    """The prompt tokens of a step."""
 
     room: int  # prompt tokens that may join
-    rows: list[tuple[int, int, int]]  # the chunks that take them: (slot, start, count)
+    rows: list[tuple[int, int, int]]  # the chunks: (slot, start, count)
     first: int  # the request whose prompt goes on until it ends; -1: none
-    context: float  # tokens before a prompt token, on the average
+    context: float  # mean number of tokens before a prompt token
 
 
 @dataclass
 class Counters:
-    """Since the start; the first two in tokens of prompts that joined."""
+    """Counts since the start; the first two are tokens of prompts that joined."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -51,18 +51,18 @@ class Counters:
 
 class Planner:
     def __init__(self, replica: Replica, budget: Budget, max_queue: int, copy_seconds: float = 0.0):
-        """`copy_seconds`: how long one page takes to the host and back, measured at start."""
+        """`copy_seconds`: time of one page's copy to the host and back, measured at the start."""
         self.replica = replica
         self.budget = budget
         self.queue = Queue(max_queue)
         self.admission = Admission(replica, self.queue)
         self.copy_seconds = copy_seconds
         self.counters = Counters()
-        self.aborted: dict[int, int] = {}  # request id -> kept tokens, of clients that left
+        self.aborted: dict[int, int] = {}  # request id -> kept tokens
         self.slot_of: dict[int, int] = {}  # request id -> slot
         self.arrival: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
-        self._last = PrefillShare(0, [], -1, 0.0)  # of the last step that had prompts
+        self._last = PrefillShare(0, [], -1, 0.0)  # the last step that had prompts
         self._width = 1  # of this plan's decode rows
 
     # --- what comes in
@@ -71,7 +71,7 @@ class Planner:
         self.admission.push(request, now)
 
     def abort(self, id: int, kept: int) -> bool:
-        """Marks a request as gone. True when it was only waiting: then nothing of it is in the log."""
+        """Marks a request as aborted. True when it was waiting: then the log does not contain it."""
         if self.queue.remove(id) is not None:
             self.admission.reopen()  # the others may have waited for it
             return True
@@ -82,7 +82,7 @@ class Planner:
     # --- the plan
 
     def plan(self, depth: int) -> Plan:
-        """The next entry. `depth`: steps in flight that are not settled."""
+        """The next entry. `depth`: launched steps that are not settled."""
         plan = Plan()
         self._width = self.row_width()
         self.admission.begin()
@@ -99,7 +99,7 @@ class Planner:
         if share.rows:
             self._last = share
             if any(start + count == self.replica.bound[slot] for slot, start, count in share.rows):
-                self.admission.reopen()  # who begins alike needs fewer pages now
+                self.admission.reopen()  # requests with the same prefix need fewer pages now
         if len(decoding) or share.rows:
             plan.step = self._step(decoding, share.rows, depth)
         return plan
@@ -118,7 +118,7 @@ class Planner:
     def _drop(self, plan: Plan) -> None:
         replica = self.replica
         for id, kept in self.aborted.items():
-            if id in self.slot_of:  # an end that a settle found first is dropped here too: the client is gone
+            if id in self.slot_of:  # also a request that a settle has just ended: its client does not wait for the reason
                 self._drop_one(plan, Ended(self.slot_of[id], id, "abort"), kept)
         self.aborted.clear()
         for ended in [e for e in replica.ended if self._droppable(e.slot)]:
@@ -135,9 +135,9 @@ class Planner:
             self.preempted.remove(slot)
 
     def _decode_rows(self) -> np.ndarray:
-        """Decoding slots that get a row: all, or the longest idle ones when they exceed the budget."""
+        """Decoding slots that get a row: all, or those whose latest row is oldest when they exceed the budget."""
         decoding = self.replica.decoding
-        most = max(self.budget.cap // self._width, 1)
+        most = max(self.budget.cap_tokens // self._width, 1)
         if len(decoding) <= most:
             return decoding
         oldest = np.argsort(self.replica.last_row[decoding], kind="stable")[:most]
@@ -148,7 +148,7 @@ class Planner:
     def _return_preempted(self, plan: Plan) -> None:
         replica = self.replica
         for slot in list(self.preempted):
-            if replica.phase[slot] != PREEMPTED:  # it ended by the token that was in flight
+            if replica.phase[slot] != PREEMPTED:  # the token that was in flight ended it
                 self.preempted.remove(slot)
             elif not replica.pending(slot):
                 if not self.admission.fits(replica.requests[slot], int(replica.committed[slot]), replica.keys[slot]):
@@ -159,16 +159,16 @@ class Planner:
                 break
 
     def _admit(self, plan: Plan, room: int, prefills: PrefillOrder) -> None:
-        """Admits waiting requests, a bounded number, so that a plan takes the host no longer than a step takes the device."""
-        admission, most = self.admission, 2 * self.admission.long_under_way
+        """Admits waiting requests up to a bound, so that planning takes less time than the device needs for a step."""
+        admission, most = self.admission, 2 * self.admission.max_long_prefills
         before = self.arrival[self.preempted[0]] if self.preempted else None
         tokens, long = prefills.left, prefills.longer_than(admission.short)
         joined = 0
-        while not admission.closed and joined < 2 * self.budget.cap:
+        while not admission.closed and joined < 2 * self.budget.cap_tokens:
             behind = tokens >= room
             if behind and len(self.replica.prefilling) >= most:
                 return
-            chosen = admission.choose(prefills, behind and long >= admission.long_under_way, before)
+            chosen = admission.choose(prefills, behind and long >= admission.max_long_prefills, before)
             if chosen is None:
                 return
             cached = self._join(plan, chosen, prefills)
@@ -193,7 +193,7 @@ class Planner:
         return cached
 
     def _turns(self) -> PrefillOrder:
-        """Of the prompts under way."""
+        """The order of the prompts under way."""
         replica = self.replica
         prompts = [
             PendingPrefill(
@@ -210,10 +210,10 @@ class Planner:
     # --- rows
 
     def _make_room(self, plan: Plan, decoding: np.ndarray) -> np.ndarray:
-        """Makes sure that the decoding rows that reach beyond their pages get more.
+        """Makes sure that there are pages for the decoding rows that begin a new one; returns the rows that run.
 
-        Short of pages, rows first wait for those that the next settles free; only then do others yield theirs, lowest
-        priority and newest first.
+        Where pages run short, rows first wait for pages that the next settles free. If none will come, requests are
+        preempted, the lowest priority and the newest first.
         """
         replica = self.replica
         wanted = replica.columns_wanted(decoding, self._width)
@@ -234,7 +234,7 @@ class Planner:
         return decoding
 
     def _rows_that_fit(self, decoding: np.ndarray) -> np.ndarray:
-        """Those that need no page, and of the others as many as there are pages for."""
+        """The rows that need no new page, and as many of the others as there are pages for."""
         left = self.replica.cache.available
         fit = ~self.replica.wants_pages(decoding, self._width)
         for i in np.flatnonzero(~fit).tolist():
@@ -245,14 +245,14 @@ class Planner:
         return decoding[fit]
 
     def _pages_are_coming(self) -> bool:
-        """Whether a request that has had its last row, settled or in flight, still holds pages: its drop gives them back."""
+        """Whether a request whose last row is launched still holds pages: its drop gives them back."""
         replica = self.replica
         slots = np.fromiter(replica.requests, np.intp, len(replica.requests))
         over = (replica.phase[slots] == ENDED) | (replica.sure[slots] >= replica.limit[slots])
         return bool(replica.held[slots[over]].any())
 
     def _copying_is_cheaper(self, slot: int) -> bool:
-        """Whether a victim's pages should go to the host rather than be computed again, by measured rates."""
+        """Whether copying a preempted request's pages to the host costs less, by measured rates, than computing them again."""
         replica = self.replica
         tokens = int(replica.computed[slot])
         pages = replica.limits.pages_of(tokens)
@@ -263,8 +263,8 @@ class Planner:
     def _share(self, decoding: np.ndarray, prefills: PrefillOrder) -> PrefillShare:
         """The chunks of prompts that join the decoding rows.
 
-        What a token costs depends on where in its prompt it is, so chunks are cut, priced and cut again. A room that grew may
-        reach prompts of which the first cut saw nothing, so the second price can only lower it.
+        The cost of a token depends on its place in the prompt, so chunks are cut, priced and cut again. A larger room may reach
+        prompts that the first cut did not include. So the second price may only lower the room.
         """
         waiting = prefills.left
         context = self._last.context
@@ -288,7 +288,7 @@ class Planner:
         return [(slot, start, self._to_snapshot(start, count)) for slot, start, count in cut]
 
     def _to_snapshot(self, start: int, count: int) -> int:
-        """A chunk's tokens, fewer where it then ends at the last place at which per-slot state is saved."""
+        """A chunk's tokens, cut to end at the last boundary inside it where per-slot state is saved, if there is one."""
         every = self.replica.limits.snapshot_tokens
         last = (start + count) // every * every if every and self.replica.limits.snapshots else 0
         return last - start if last > start else count
@@ -322,7 +322,7 @@ class Planner:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two equal planners of equal replicas share. Clocks and what was measured are left out."""
+        """A hashable value that equal planners of equal replicas share. Clocks and measurements are left out."""
         return (
             self.admission.state(),
             self._last.first,

@@ -1,33 +1,35 @@
-"""Whose prompt is computed next, and how much of it in a step."""
+"""Which prompt is computed next, and how much of it joins a step."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from slipstream.schedule.queue import AGEING
+from slipstream.schedule.queue import PRIORITY_LEVEL_S
 
 
 class PendingPrefill(NamedTuple):
-    """A prompt that is under way, or one that waits (`slot` -1) to be compared with those."""
+    """A prompt that is under way, or a waiting one (`slot` -1) that is compared with those."""
 
     slot: int
     id: int  # of its request
-    left: int  # tokens that are still to be computed; priced as if they stood at its beginning
-    arrival: tuple[float, int]  # its place in the queue it came from, in seconds; then its number
+    left: int  # tokens still to compute; priced as if they stood at the beginning of the prompt
+    arrival: tuple[float, int]  # its place in the queue: seconds, then a number
     priority: int  # a smaller one is more urgent
 
 
 class PrefillOrder:
     """The prompts under way in the order in which they are computed.
 
-    The first goes on to its end unless more urgent work comes. A prompt's turn is as long after its arrival as the rest of it
-    takes, half a level of priority at most: of those that came together the shortest is next, and none waits for what arrives
-    when it could have ended. Prompts as urgent as the first that have less than half as much left overtake it with half of the
-    room, the shortest first: they need not wait for it, while of two about equally long ones both would only end later, were
-    they to share.
+    The first prompt goes on to its end unless more urgent work comes. A prompt's turn is its arrival plus the time that its
+    remaining tokens take, at most half a level of priority. So the shortest of the prompts that came together is next, and no
+    prompt waits for one that arrives when it could have ended already.
+
+    A prompt overtakes the first one if it is as urgent and has less than half as many tokens left. The overtaking prompts,
+    the shortest first, get half of the room, so they do not wait for a long one. Two prompts of similar length do not share:
+    sharing would only make one of them end later.
     """
 
     def __init__(self, prompts: list[PendingPrefill], begun: int, cost: Callable[[float], float]):
-        """`begun`: the request that was the first until now. `cost(c)`: seconds of a token with c tokens before it."""
+        """`begun`: the request that was first until now. `cost(c)`: seconds of a token with c tokens before it."""
         self._begun = begun
         self._cost = cost
         self._prompts = prompts
@@ -35,7 +37,7 @@ class PrefillOrder:
         self._overtaking: list[PendingPrefill] = []
 
     def add(self, prompt: PendingPrefill) -> None:
-        """One more is under way."""
+        """Adds a prompt that has just joined."""
         self._prompts.append(prompt)
         self._in_turn = []
 
@@ -51,17 +53,17 @@ class PrefillOrder:
 
     @property
     def left(self) -> int:
-        """Tokens that are still to be computed, of all."""
+        """Tokens still to compute in all prompts."""
         return sum(prompt.left for prompt in self._prompts)
 
     def longer_than(self, tokens: int) -> int:
-        """How many prompts have more left than that."""
+        """How many prompts have more than `tokens` left to compute."""
         return sum(prompt.left > tokens for prompt in self._prompts)
 
     def _turn(self, prompt: PendingPrefill) -> tuple[float, int]:
         second, number = prompt.arrival
         if prompt.id != self._begun:
-            second += min(prompt.left * self._cost(prompt.left / 2), AGEING / 2)
+            second += min(prompt.left * self._cost(prompt.left / 2), PRIORITY_LEVEL_S / 2)
         return second, number
 
     def _overtakes(self, prompt: PendingPrefill) -> bool:
@@ -69,22 +71,22 @@ class PrefillOrder:
         return 2 * prompt.left < first.left and prompt.priority <= first.priority
 
     def _place(self, prompt: PendingPrefill) -> tuple[int, float, int]:
-        """Sorts like the order in which prompts are computed; the first and those that overtake it share each step."""
+        """A sort key in the order of computing. The first prompt and those that overtake it share each step."""
         if prompt.id == self._in_turn[0].id:
             return 0, 0.0, 0
         return (1, prompt.left, prompt.arrival[1]) if self._overtakes(prompt) else (2, *self._turn(prompt))
 
     def goes_before(self, id: int, waiting: PendingPrefill) -> bool:
-        """Whether request `id` has a prompt under way that is computed before the waiting one would be, were that to join.
+        """Whether the prompt of request `id` is under way and would be computed before the waiting one if that joined.
 
-        The first always is, as it is being computed now.
+        This is always true of the first prompt, because it is being computed now.
         """
         self._sort()
         under_way = next((p for p in self._in_turn if p.id == id), None)
         return under_way is not None and self._place(under_way) <= self._place(waiting)
 
     def cut(self, room: int) -> dict[int, int]:
-        """How many tokens each slot gets of `room`, in the order in which their chunks stand in the step."""
+        """How many tokens of `room` each slot gets, in the order of their chunks in the step."""
         self._sort()
         counts: dict[int, int] = {}
         if self._overtaking and room > 0:

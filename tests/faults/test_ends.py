@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from slipstream.process.supervisor import ONE_ASKING
+from slipstream.process.supervisor import SAME_SIGNAL_S
 from tests.faults.bad import SIM, BadServer
 from tests.helpers.server import ROOT, TINY, Clients, Server, command_line, is_terminal, open_files
 
@@ -108,7 +108,7 @@ def test_a_second_sigterm_ends_a_front_end_that_stands_still():
         server.signal(signal.SIGSTOP, front)
         server.signal(signal.SIGTERM)
         server.until(lambda: "draining for up to 60 s" in server.log, "the drain")
-        time.sleep(2 * ONE_ASKING)
+        time.sleep(2 * SAME_SIGNAL_S)
         server.signal(signal.SIGTERM)
         assert server.wait(20) == 0
 

@@ -287,7 +287,7 @@ def test_scarce_pages_of_any_shape_preempt_and_still_give_the_right_tokens(data:
         window_pages=data.draw(st.integers(30, 44)),
     )  # fmt: skip
     group = ToyGroup(asynchronous=data.draw(st.booleans()), cap=data.draw(st.integers(5, 40)), limits=shape)
-    group.planner.budget.per_token = 1e-3 if data.draw(st.booleans()) else 0.0
+    group.planner.budget.token_s = 1e-3 if data.draw(st.booleans()) else 0.0
     for id in range(data.draw(st.integers(2, 7))):
         prompt = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=60))
         group.submit(request(id, prompt, data.draw(st.integers(1, 59))))

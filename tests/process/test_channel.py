@@ -15,7 +15,7 @@ from slipstream.log.entries import Drop, Entry, Reply, RequestBody
 from slipstream.log.request import Request, SamplingParams
 from slipstream.process.channel import FollowerEnd, LeaderEnd, Ring
 from slipstream.process.group import Group, Spec
-from slipstream.rank.leader import MAX_GRAMMAR, WINDOW
+from slipstream.rank.leader import MAX_GRAMMAR_BYTES, MAX_UNANSWERED_ENTRIES
 from tests.helpers.poll import wait_for
 from tests.helpers.server import ROOT, TINY
 from tests.helpers.toy_group import request
@@ -175,12 +175,12 @@ def test_ff15_a_groups_rings_hold_a_whole_window_of_the_largest_messages(monkeyp
     out, back = rings_of_a_group(monkeypatch, config.EngineConfig(max_num_seqs=slots, max_model_len=1024))
     writer, reader = ring_pair(back)
     end = FollowerEnd(reader, writer)
-    for seq in range(WINDOW + 1):  # every request of a full group ends in one entry, again and again
+    for seq in range(MAX_UNANSWERED_ENTRIES + 1):  # every request of a full group ends in one entry, again and again
         end.answer(Reply(slots, 2**40 + seq, 2**64 - 1, (True,) * slots))
     close(writer, reader)
     writer, reader = ring_pair(out)
     leader = LeaderEnd([writer], [], 0.1)
-    for seq in range(WINDOW + 1):
+    for seq in range(MAX_UNANSWERED_ENTRIES + 1):
         leader.send(Entry(2**40 + seq, 2**40, tuple(Drop(slot, 2**62, 1000) for slot in range(slots))))
     close(writer, reader)
 
@@ -190,7 +190,7 @@ def test_the_largest_request_that_is_accepted_fits_into_a_groups_rings(monkeypat
     out, _ = rings_of_a_group(monkeypatch, config.EngineConfig(max_model_len=length))
     writer, reader = ring_pair(out)
     sampling = SamplingParams(logit_bias=tuple((i, -99.5) for i in range(262_144)), bad_words=((2**17,) * 64,) * 256)
-    largest = Request(2**62, bytes(4 * length), 1, sampling, grammar=bytes(MAX_GRAMMAR))
+    largest = Request(2**62, bytes(4 * length), 1, sampling, grammar=bytes(MAX_GRAMMAR_BYTES))
     LeaderEnd([writer], [], 0.1).send(RequestBody(largest))
     assert FollowerEnd(reader, writer).receive() == [RequestBody(largest)]
     close(writer, reader)

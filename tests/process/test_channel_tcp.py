@@ -67,7 +67,7 @@ def test_entries_reach_all_processes_in_order_and_replies_come_back_in_order():
 
 @pytest.fixture
 def pair(monkeypatch):
-    monkeypatch.setattr(channel_tcp, "QUEUED", 16)
+    monkeypatch.setattr(channel_tcp, "MAX_QUEUED_MESSAGES", 16)
     address, leader = serve_followers(1, patience=0.2)
     end = connect(address, 1)
     leader.send(Entry(0, -1))

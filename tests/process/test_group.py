@@ -130,13 +130,13 @@ def test_the_first_reason_stays_and_a_mistake_of_the_configuration_is_not_tried_
 
 def test_a_signal_to_the_process_and_one_to_its_group_ask_once():
     """`timeout` and some init systems send both at once; only a later one means: at once."""
-    from slipstream.process.supervisor import ONE_ASKING, Supervisor
+    from slipstream.process.supervisor import SAME_SIGNAL_S, Supervisor
 
     supervisor = Supervisor([], Board.create(1), 30.0)
     supervisor.stop()
     supervisor.stop()
     assert supervisor._asked.qsize() == 1
-    time.sleep(2 * ONE_ASKING)
+    time.sleep(2 * SAME_SIGNAL_S)
     supervisor.stop()
     assert supervisor._asked.qsize() == 2
 
@@ -147,7 +147,7 @@ def test_asked_once_it_drains_asked_twice_it_hurries_and_asked_a_third_time_it_w
     from slipstream.process import supervisor as module
     from slipstream.process.protocol import Drain
 
-    monkeypatch.setattr(module, "ONE_ASKING", -1.0)
+    monkeypatch.setattr(module, "SAME_SIGNAL_S", -1.0)
     supervisor = module.Supervisor([], Board.create(1), 30.0)
     sent: list[Drain] = []
     supervisor.fronts = [SimpleNamespace(control=SimpleNamespace(send=sent.append))]  # type: ignore[list-item]

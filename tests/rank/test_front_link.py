@@ -25,7 +25,7 @@ def ends():
 
 def test_a_front_end_that_does_not_read_is_cut_off_with_a_reason(ends, monkeypatch):
     link, _ = ends
-    monkeypatch.setattr(front_link, "MAX_UNSENT", 1 << 20)
+    monkeypatch.setattr(front_link, "MAX_UNSENT_BYTES", 1 << 20)
     link.queue(Finished(1, "error", "x" * (2 << 20)))
     link.flush()
     assert link.closed == "it has left more than 1 MiB unread"
@@ -55,16 +55,16 @@ def eased(link: FrontLink) -> float:
 
 def test_the_leader_waits_for_a_front_end_that_reads_but_not_for_long(ends):
     link, theirs = ends
-    link.queue(Finished(1, "error", "x" * (BEHIND_BYTES + (1 << 20))))
+    link.queue(Finished(1, "error", "x" * (SLOW_FRONT_BYTES + (1 << 20))))
     link.flush()
     before = link.unsent
-    assert eased(link) >= BEHIND_SECONDS and link.unsent == before, "nobody reads, and the leader goes on after a moment"
+    assert eased(link) >= SLOW_FRONT_PAUSE_S and link.unsent == before, "nobody reads, and the leader goes on after a moment"
     reader = threading.Thread(target=lambda: all(iter(lambda: theirs.recv(1 << 20), b"")))
     reader.start()
     for _ in range(1000):
-        if link.unsent > BEHIND_BYTES:
+        if link.unsent > SLOW_FRONT_BYTES:
             eased(link)
-    assert link.unsent <= BEHIND_BYTES
+    assert link.unsent <= SLOW_FRONT_BYTES
     link.close("over")
     reader.join()
 

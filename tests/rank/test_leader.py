@@ -22,7 +22,7 @@ from slipstream.rank.events import (
     Tick,
     Wake,
 )
-from slipstream.rank.leader import HEARTBEAT, WINDOW, Leader, load_of
+from slipstream.rank.leader import HEARTBEAT_S, MAX_UNANSWERED_ENTRIES, Leader, load_of
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 from tests.helpers.toy_group import ToyDevice, ToyGroup, request
@@ -151,11 +151,11 @@ def test_ff15_entries_without_a_reply_are_bounded():
             group.land()
         group.now += 2.0
         group.on(Tick())
-    assert len(group.entries) <= WINDOW + 1
+    assert len(group.entries) <= MAX_UNANSWERED_ENTRIES + 1
     while group.leader.replied[1] < group.leader.next - 1:
         group.on(group.right(group.leader.replied[1] + 1))
     group.land()
-    assert len(group.entries) > WINDOW + 1, "it goes on once answers come"
+    assert len(group.entries) > MAX_UNANSWERED_ENTRIES + 1, "it goes on once answers come"
 
 
 def test_an_idle_leader_writes_an_empty_entry_each_second():
@@ -165,7 +165,7 @@ def test_an_idle_leader_writes_an_empty_entry_each_second():
         group.on(Tick())
         while group.leader.replied[1] < group.leader.next - 1:
             group.on(group.right(group.leader.replied[1] + 1))
-    assert 4 <= len(group.entries) * HEARTBEAT <= 6
+    assert 4 <= len(group.entries) * HEARTBEAT_S <= 6
     assert all(e.step is None and not e.commands for e in group.entries)
 
 

@@ -28,7 +28,7 @@ def test_sizes_rise_to_the_cap_in_steps_of_at_most_a_doubling(cap: int):
 
 @given(caps, st.integers(0, 300), st.floats(1e-5, 1.0), st.floats(1e-7, 1e-2))
 def test_what_joins_a_step_is_a_known_size_or_the_room_that_is_left(cap: int, decodes: int, base: float, per_token: float):
-    budget = Budget(cap, 0.016, base, per_token, largest=cap)
+    budget = Budget(cap, 0.016, base, per_token, largest_chunk_tokens=cap)
     tokens = budget.prompt_tokens(decodes)
     assert 0 <= tokens <= max(cap - decodes, 0)
     if decodes and cap > decodes:
@@ -121,7 +121,7 @@ def test_short_prompts_between_do_not_make_long_ones_steps_too_long():
 
 
 def test_steps_may_be_longer_while_many_steps_of_prompts_are_under_way():
-    budget = Budget(2048, 0.016, 0.003, 15e-6, largest=2048)
+    budget = Budget(2048, 0.016, 0.003, 15e-6, largest_chunk_tokens=2048)
     usual, behind = budget.prompt_tokens(16, 0.0, 20_000), budget.prompt_tokens(16, 0.0, 40_000)
     assert usual == budget.prompt_tokens(16) and behind > usual
     assert (
@@ -140,7 +140,7 @@ def test_whatever_is_measured_every_token_costs_something_and_a_context_never_ma
 
 
 def test_one_hiccup_of_the_machine_does_not_stop_the_prompts():
-    budget = Budget(2048, 0.016, 0.003, 17e-6, largest=704)
+    budget = Budget(2048, 0.016, 0.003, 17e-6, largest_chunk_tokens=704)
     budget.observe(StepLoad(16, 704), 8.0)
     budget.observe(StepLoad(16, 0), 8.0)
     assert budget.prompt_tokens(16) >= 200
@@ -160,7 +160,7 @@ def test_rows_that_became_slow_while_prompts_were_always_under_way_are_measured_
         n = budget.prompt_tokens(16, waiting=100_000)
         budget.observe(StepLoad(16, n), base + 17e-6 * n)
         steps.append(n)
-    assert budget.base == pytest.approx(0.025, rel=0.05)
+    assert budget.base_s == pytest.approx(0.025, rel=0.05)
     assert sum(steps[-200:]) / 200 >= 0.8 * MIN_CHUNK_SHARE * 0.016 / 17e-6
     assert 1 <= steps[-2 * PROBE_STEPS :].count(0) <= 4
 
@@ -178,7 +178,7 @@ def test_rows_first_measured_in_a_hiccup_do_not_make_every_step_the_longest():
 
 def test_a_device_too_slow_for_the_wish_still_takes_prompts_in():
     """Rows that take longer than the wish by themselves: a chunk may then take a quarter of it, not a page at a time."""
-    budget = Budget(2048, 0.1, base=0.15, per_token=1e-4, largest=2048)
+    budget = Budget(2048, 0.1, base_s=0.15, token_s=1e-4, largest_chunk_tokens=2048)
     assert budget.prompt_tokens(8) * 1e-4 >= 0.02
 
 
@@ -186,4 +186,4 @@ def test_a_tiny_chunk_or_an_empty_step_teaches_nothing_false():
     budget = Budget(2048, 0.016, 0.003, 17e-6)
     budget.observe(StepLoad(4, 3), 5.0)
     budget.observe(StepLoad(0, 0), 5.0)
-    assert (budget.base, budget.per_token) == (0.003, 17e-6)
+    assert (budget.base_s, budget.token_s) == (0.003, 17e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.log.caches import one_table
 from slipstream.log.entries import Admit, Drop, Entry, Preempt
-from slipstream.schedule.admission import BYPASSES
+from slipstream.schedule.admission import MAX_BYPASSES
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner, PrefillShare
 from tests.helpers.toy_group import ToyGroup, expected, request
@@ -68,7 +68,7 @@ def test_what_a_step_holds_is_priced_by_where_all_of_it_is(last: float):
     planner.arrival, planner._last = {0: (0, 0), 1: (0, 1)}, PrefillShare(0, [], -1, last)
     room, rows, _, _ = planner._share(np.arange(16), planner._turns())
     assert sum(n for _, _, n in rows) == room >= 64
-    assert budget.base + sum(n * budget.cost(start) for _, start, n in rows) <= 1.05 * 0.016
+    assert budget.base_s + sum(n * budget.cost(start) for _, start, n in rows) <= 1.05 * 0.016
 
 
 @BOTH
@@ -188,7 +188,7 @@ def test_ff24_preempted_requests_give_the_same_tokens(asynchronous: bool):
 @BOTH
 def test_preempted_pages_come_back_from_the_host_where_copying_is_cheaper(asynchronous: bool):
     group = ToyGroup(size=2, asynchronous=asynchronous, pages=16, slots=6, cap=24, caching=False, host_pages=40)
-    group.planner.budget.per_token = 1.0
+    group.planner.budget.token_s = 1.0
     group.submit(*(request(i, range(i, i + 6), 24) for i in range(6)))
     group.run()
     kept = [c for c in commands(group, Preempt) if c.keep]
@@ -254,7 +254,7 @@ def test_ff28_the_head_is_not_passed_for_ever():
         group.submit(request(next(ids), range(30), 30))
     group.submit(big := request(10_000, range(140), 4))
     passed = 0
-    while big.id not in group.ends and passed < 4 * BYPASSES:
+    while big.id not in group.ends and passed < 4 * MAX_BYPASSES:
         group.submit(request(next(ids), range(4), 6))
         passed += 1
         group.turn()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.schedule.queue import AGEING, Queue
+from slipstream.schedule.queue import PRIORITY_LEVEL_S, Queue
 from tests.helpers.toy_group import request
 
 
@@ -22,8 +22,8 @@ def test_within_a_priority_the_first_come_is_the_first_served():
 def test_a_smaller_priority_goes_first_until_the_other_has_aged():
     queue = Queue(10)
     queue.push(request(1, [1], priority=1), now=0.0)
-    queue.push(request(2, [1], priority=0), now=AGEING - 0.1)
-    queue.push(request(3, [1], priority=0), now=AGEING + 0.1)
+    queue.push(request(2, [1], priority=0), now=PRIORITY_LEVEL_S - 0.1)
+    queue.push(request(3, [1], priority=0), now=PRIORITY_LEVEL_S + 0.1)
     assert ids(queue) == [2, 1, 3]
 
 
@@ -35,7 +35,7 @@ def test_nothing_waits_for_ever_behind_later_and_more_urgent_work():
         queue.push(request(i, [1], priority=0), now=float(i))
         served.append(ids(queue, 1)[0])
         queue.remove(served[-1])
-    assert served.index(0) <= 5 * AGEING + 1
+    assert served.index(0) <= 5 * PRIORITY_LEVEL_S + 1
 
 
 @settings(max_examples=200, deadline=None)
@@ -45,7 +45,7 @@ def test_it_is_a_sorted_list_with_removal_by_id(calls: list[tuple[str, int, int]
     for at, (call, id, priority) in enumerate(calls):
         if call == "push" and id not in model:
             queue.push(request(id, [1], priority=priority), float(at), short=id < 4)
-            model[id] = at + AGEING * priority
+            model[id] = at + PRIORITY_LEVEL_S * priority
             levels[id] = priority
             short = short | {id} if id < 4 else short - {id}
         elif call == "move" and id in model:
@@ -82,11 +82,11 @@ def test_long_prompts_are_asked_in_turn_again_and_again():
     for id in range(6):
         queue.push(request(id, [1]), float(id), short=id == 1)
     queue.remove(2)
-    queue.ask_all()
+    queue.recheck_all()
     copy = queue.copy()
     for these in (queue, copy):
         assert [w.request.id for _ in range(9) if (w := these.next_long())] == [0, 3, 4, 5, 0, 3, 4, 5, 0]
-        assert not these.unasked
+        assert not these.unchecked
         these.set_short(these.first(1)[0], True)
         assert [w.request.id for _ in range(4) if (w := these.next_long())] == [3, 4, 5, 3]
         for w in these.first(9):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from slipstream.schedule.admission import LONG_UNDER_WAY, LOOKAHEAD
-from slipstream.schedule.queue import AGEING
+from slipstream.schedule.admission import LOOKAHEAD_REQUESTS, MAX_LONG_PREFILLS
+from slipstream.schedule.queue import PRIORITY_LEVEL_S
 from tests.helpers.toy_group import ToyGroup, request
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
@@ -31,9 +31,9 @@ def crowd(group: ToyGroup, **kwargs) -> None:
 def fill(group: ToyGroup) -> None:
     """Until as many long prompts are under way as may be; one joins a step."""
     for _ in range(20):
-        if len(group.replica.prefilling) < LONG_UNDER_WAY:
+        if len(group.replica.prefilling) < MAX_LONG_PREFILLS:
             group.turn()
-    assert len(group.replica.prefilling) == LONG_UNDER_WAY
+    assert len(group.replica.prefilling) == MAX_LONG_PREFILLS
 
 
 def turns_until_it_answers(group: ToyGroup, id: int, most: int = 400) -> int:
@@ -76,7 +76,7 @@ def test_what_was_short_by_the_cache_is_long_again_when_its_pages_are_gone():
     group.run()
     crowd(group)
     history = np.frombuffer(group.sent[60].prompt, "<i4").tolist()
-    group.submit(*(request(70 + i, [i] * 20, 2, priority=-1) for i in range(LOOKAHEAD)), request(61, history, 2))
+    group.submit(*(request(70 + i, [i] * 20, 2, priority=-1) for i in range(LOOKAHEAD_REQUESTS)), request(61, history, 2))
     waiting = next(w for w in group.planner.queue.all() if w.request.id == 61)
     for _ in range(6):
         group.planner.admission.begin()
@@ -111,7 +111,7 @@ def test_less_urgent_short_prompts_pass_nobody(asynchronous: bool):
 def test_behind_questions_that_wait_for_one_document_others_are_looked_at(asynchronous: bool):
     group = new_group(asynchronous)
     document = np.random.default_rng(1).integers(0, 97, 400).tolist()
-    group.submit(*(request(i, [*document, i], 2) for i in range(2 * LOOKAHEAD)))
+    group.submit(*(request(i, [*document, i], 2) for i in range(2 * LOOKAHEAD_REQUESTS)))
     for _ in range(3):
         group.turn()
     assert len(group.replica.prefilling) == 1
@@ -119,14 +119,14 @@ def test_behind_questions_that_wait_for_one_document_others_are_looked_at(asynch
     assert turns_until_it_answers(group, 50) <= 8
     group.run()
     group.assert_right()
-    assert group.devices[0].computed < 400 + 2 * LOOKAHEAD * 8 + 30
+    assert group.devices[0].computed < 400 + 2 * LOOKAHEAD_REQUESTS * 8 + 30
 
 
 @BOTH
 def test_a_short_prompt_does_not_wait_for_a_beginning_whose_turn_is_far_off(asynchronous: bool):
     group = new_group(asynchronous)
     shared = np.random.default_rng(99).integers(0, 97, 40).tolist()
-    group.submit(*(long(i, 450) for i in range(LONG_UNDER_WAY - 1)))
+    group.submit(*(long(i, 450) for i in range(MAX_LONG_PREFILLS - 1)))
     group.submit(request(20, [*shared, *[20] * 400], 2))
     fill(group)
     group.submit(request(50, [*shared, 5, 5, 5], 2))
@@ -142,12 +142,12 @@ def test_when_the_head_is_aborted_for_which_everybody_waited_the_queue_opens(asy
     group.submit(request(0, range(60), 300))
     for _ in range(4):
         group.turn()
-    group.submit(*(long(1 + i, 400) for i in range(LOOKAHEAD)))
+    group.submit(*(long(1 + i, 400) for i in range(LOOKAHEAD_REQUESTS)))
     group.submit(long(50, 200, priority=1))
     for _ in range(3):
         group.turn()
-    assert len(group.planner.queue) == LOOKAHEAD + 1
-    for i in range(LOOKAHEAD):
+    assert len(group.planner.queue) == LOOKAHEAD_REQUESTS + 1
+    for i in range(LOOKAHEAD_REQUESTS):
         group.abort(1 + i)
     assert turns_until_it_answers(group, 50) <= 12
     group.run()
@@ -240,8 +240,8 @@ def test_behind_documents_that_do_not_fit_every_long_prompt_is_asked_whether_it_
 def test_less_urgent_short_prompts_do_not_hide_urgent_ones_however_old_they_are():
     group = new_group()
     crowd(group)
-    group.submit(*(request(100 + i, [i] * 20, 2, priority=1) for i in range(LOOKAHEAD)))
-    group.now += 1.1 * AGEING
+    group.submit(*(request(100 + i, [i] * 20, 2, priority=1) for i in range(LOOKAHEAD_REQUESTS)))
+    group.now += 1.1 * PRIORITY_LEVEL_S
     group.submit(request(50, [50] * 20, 2))
     assert turns_until_it_answers(group, 50) <= 8
 
@@ -255,7 +255,7 @@ def test_questions_whose_document_was_evicted_do_not_hide_a_short_one():
     group.submit(request(0, tokens(2, 400), 300))
     for _ in range(13):
         group.turn()
-    group.submit(*(request(10 + i, [*document, *tokens(30 + i, 6)], 2) for i in range(LOOKAHEAD)))
+    group.submit(*(request(10 + i, [*document, *tokens(30 + i, 6)], 2) for i in range(LOOKAHEAD_REQUESTS)))
     for _ in range(72):
         group.turn()
     group.submit(request(50, [50] * 20, 2))
@@ -286,7 +286,7 @@ def test_a_beginning_with_a_gap_in_the_cache_makes_nothing_short():
 
 def test_a_burst_of_long_prompts_is_hashed_over_several_plans(monkeypatch):
     """Hashing all at once would keep the loop from feeding the device. Here at most 99 pages, and then one prompt more."""
-    monkeypatch.setattr("slipstream.schedule.admission.HASHED", 100)
+    monkeypatch.setattr("slipstream.schedule.admission.MAX_HASHED_PAGES", 100)
     group = new_group()
     hashed, original = [0], group.replica.prompt_keys
 

@@ -257,4 +257,4 @@ def test_a_failing_scenario_shrinks_to_few_requests():
 def test_budget_learns_in_a_run():
     """The measured times reach the planner under virtual time too."""
     run = Run(replace(draw(3), size=1, faults=(), target=0.002)).go()
-    assert isinstance(run.group.leader.planner.budget, Budget) and run.group.leader.planner.budget.base > 0
+    assert isinstance(run.group.leader.planner.budget, Budget) and run.group.leader.planner.budget.base_s > 0

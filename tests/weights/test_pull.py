@@ -141,7 +141,7 @@ def test_a_stalled_pip_is_given_up_and_killed(toy, monkeypatch, tmp_path):
 
     (tmp_path / "pip.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(fetch, "_STALL", 0.5)
+    monkeypatch.setattr(fetch, "_STALL_S", 0.5)
     before = time.monotonic()
     with pytest.raises(ModelError, match="no answer"):
         pull.resolve_model("toy")

@@ -102,7 +102,7 @@ def burst(run: VirtualRun, streams: int, prompts: int, seed: int, delay: float =
     window = [s for s in run.steps if delay <= s.start and s.end <= last]
     worst = max(_worst_gap(run.heard[j.index], delay, last) for j in jobs if j.kind == "stream")
     rate = sum(j.prompt_len for j in jobs if j.kind == "burst") / (last - delay)
-    target = run.leader.planner.budget.target or 0.0
+    target = run.leader.planner.budget.target_s or 0.0
     allowed = (target - run.step - streams * run.token) / run.token / target
     busy = sum(s.end - s.start for s in window) / (window[-1].end - window[0].start)
     median = float(np.median([s.end - s.start for s in window]))
@@ -147,7 +147,7 @@ def draw(run: VirtualRun, file: pathlib.Path, start: float = 0.2, end: float = 0
         color="#0072b2",
         label="gap between two tokens of a stream",
     )
-    target = run.leader.planner.budget.target
+    target = run.leader.planner.budget.target_s
     if target:
         lower.axhline(target * 1e3, color="#cc0000", linewidth=0.9, linestyle="--", label="--target-itl-ms")
     lower.set(xlabel="milliseconds", ylabel="ms", ylim=(0, None))

@@ -23,7 +23,7 @@ from slipstream.device.cpu.memory import cache_memory, page_arrays, resolve_dtyp
 from slipstream.device.cpu.tables import SlotTables
 from slipstream.device.cpu.threads import Crew
 from slipstream.device.executor import Batch, Capacity, DeviceProgress, Outcome, StepFailed
-from slipstream.device.memory import MOST_PAGES, CacheNeeds, cache_dtype
+from slipstream.device.memory import MAX_PAGES, CacheNeeds, cache_dtype
 from slipstream.device.state import SlotState
 from slipstream.errors import ConfigError
 from slipstream.log.caches import Limits, window_of, windows
@@ -73,7 +73,7 @@ class CpuExecutor:
             self.model.caches, self.cache_dtype, self.page_size, c.max_num_seqs, c.max_model_len or self.model.max_len
         )
         given = c.kv_cache_memory_bytes
-        most = needs.slots * -(-needs.max_len // self.page_size) if given is None else MOST_PAGES
+        most = needs.slots * -(-needs.max_len // self.page_size) if given is None else MAX_PAGES
         memory = cache_memory(needs, self.shard.size, given)
         return Capacity(needs.limits(memory, most, c.enable_prefix_caching, c.kv_offload_memory_bytes), self.ops.weight_bytes)
 

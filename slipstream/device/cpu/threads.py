@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import torch
 
-SHORT_S = 0.005  # of work, below which nothing is learned
-KEPT = 0.75  # of its time that the working thread ran, on average, below which others are taken to want the cores
-SMOOTH = 0.3  # weight of the latest work in that average: a hiccup of the machine is no sign
+MIN_LEARNED_WORK_S = 0.005  # of work, below which nothing is learned
+MIN_RUNNING_SHARE = 0.75  # of its time that the working thread ran, on average, below which others are taken to want the cores
+SMOOTHING = 0.3  # weight of the latest work in that average: a hiccup of the machine is no sign
 HOLD_S = 0.5  # of one thread before the machine is looked at again ...
-MOST_HOLD_S = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
-SPARE = 0.7  # of a core that must have been free for each further thread
+MAX_HOLD_S = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
+MIN_FREE_CORE_SHARE = 0.7  # of a core that must have been free for each further thread
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -59,12 +59,12 @@ class Crew:
 
     def observe(self, now: float, wall: float, ran: float) -> None:
         """A piece of work took `wall` seconds up to `now`, of which its thread ran for `ran`."""
-        if self.count == 1 or wall < SHORT_S:
+        if self.count == 1 or wall < MIN_LEARNED_WORK_S:
             return
-        self._kept += SMOOTH * (ran / wall - self._kept)
-        if self._kept < KEPT:
+        self._kept += SMOOTHING * (ran / wall - self._kept)
+        if self._kept < MIN_RUNNING_SHARE:
             self._set(1)
-            self._hold = HOLD_S if now - self._well_since > MOST_HOLD_S else min(2 * self._hold, MOST_HOLD_S)
+            self._hold = HOLD_S if now - self._well_since > MAX_HOLD_S else min(2 * self._hold, MAX_HOLD_S)
             self._since, self._free_then = now, self._free()
 
     def look(self, now: float) -> None:
@@ -73,7 +73,7 @@ class Crew:
         if passed < self._hold:
             return
         free = self._free()
-        if free - self._free_then >= SPARE * passed * (self.most - 1):
+        if free - self._free_then >= MIN_FREE_CORE_SHARE * passed * (self.most - 1):
             self._set(self.most)
             self._well_since = now
         self._since, self._free_then = now, free

@@ -22,7 +22,7 @@ from slipstream.device.cuda.offload import HostPages
 from slipstream.device.cuda.sampler import CudaSampler, Extras
 from slipstream.device.cuda.tables import CudaTables, Layout, StepBuffers, StepInputs, pinned, round_up
 from slipstream.device.executor import Batch, Capacity, DeviceProgress, Executor, Outcome, StepFailed
-from slipstream.device.memory import MOST_PAGES, CacheNeeds, cache_dtype
+from slipstream.device.memory import MAX_PAGES, CacheNeeds, cache_dtype
 from slipstream.device.state import SlotState
 from slipstream.errors import ConfigError
 from slipstream.log.caches import Limits, TableLimits, window_of
@@ -127,7 +127,7 @@ class CudaExecutor:
         )
         memory = cache_memory(c, needs, self.weight_bytes, self._profile(needs), self.device)
         host = c.kv_offload_memory_bytes or 0  # pinning takes seconds: none unless asked for
-        limits = needs.limits(memory, MOST_PAGES, c.enable_prefix_caching, host)
+        limits = needs.limits(memory, MAX_PAGES, c.enable_prefix_caching, host)
         return Capacity(limits._replace(width=WIDTH), self.weight_bytes)
 
     def _profile(self, needs: CacheNeeds) -> int:

@@ -9,7 +9,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.schedule.budget import sizes
 
-USUAL_CHUNK = 2048  # tokens of a mixed step up to which steps are captured
+MAX_CAPTURED_TOKENS = 2048  # tokens of a mixed step up to which steps are captured
 
 
 def decode_buckets(most: int) -> list[int]:
@@ -19,7 +19,7 @@ def decode_buckets(most: int) -> list[int]:
 
 def token_buckets(most: int) -> list[int]:
     """Padded token counts of mixed steps: the sizes that the planner gives its steps, to the usual chunk or `most`."""
-    return sizes(min(most, USUAL_CHUNK))
+    return sizes(min(most, MAX_CAPTURED_TOKENS))
 
 
 def padded(buckets: list[int], n: int) -> int | None:

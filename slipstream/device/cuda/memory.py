@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 from slipstream.log.caches import CacheLayout, Latent, Paged, Window
 
 GIB = 1 << 30
-_APART = GIB  # captured graphs' own memory, library workspaces, what the allocator cannot reuse
+_RESERVED_BYTES = GIB  # captured graphs' own memory, library workspaces, what the allocator cannot reuse
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -54,15 +54,15 @@ def cache_memory(config: EngineConfig, needs: CacheNeeds, weights: int, step: in
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - weights
     target = int(total * config.gpu_memory_utilization)
-    room = target - (total - free) - 2 * step - _APART
+    room = target - (total - free) - 2 * step - _RESERVED_BYTES
     if config.kv_cache_memory_bytes is not None:
-        room = min(config.kv_cache_memory_bytes, free - 2 * step - _APART)
+        room = min(config.kv_cache_memory_bytes, free - 2 * step - _RESERVED_BYTES)
     if room < needs.least_bytes:
         state = f"; the state of {needs.slots} slots takes {needs.state_bytes / GIB:.1f}" if needs.state_bytes else ""
         raise ConfigError(
             f"the model does not fit on {device}: {total / GIB:.1f} GiB × --gpu-memory-utilization "
             f"{config.gpu_memory_utilization} = {target / GIB:.1f}, less {weights / GIB:.1f} for weights, "
             f"{others / GIB:.1f} for others and this process's context, {2 * step / GIB:.1f} for steps and "
-            f"{_APART / GIB:.1f} for graphs leaves {room / GIB:.1f} GiB for the KV cache{state}"
+            f"{_RESERVED_BYTES / GIB:.1f} for graphs leaves {room / GIB:.1f} GiB for the KV cache{state}"
         )
     return room

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_PIECE = 16  # pages that pass through device memory at a time
+_PIECE_PAGES = 16  # pages that pass through device memory at a time
 
 
 class HostPages:
@@ -24,7 +24,7 @@ class HostPages:
             width += size
         dtype = arrays[0].dtype if arrays else torch.float32
         self.memory = torch.empty((self.count, width), dtype=dtype, pin_memory=True)
-        self._staged = torch.empty((_PIECE if self.count else 0, width), dtype=dtype, device=device)
+        self._staged = torch.empty((_PIECE_PAGES if self.count else 0, width), dtype=dtype, device=device)
 
     def save(self, pages: tuple[int, ...], host: tuple[int, ...]) -> None:
         """Queues the copy of device pages to host pages."""
@@ -45,16 +45,16 @@ class HostPages:
                 array.index_copy_(0, ids, staged[:, part].view(-1, *array.shape[1:]))
 
     def _pieces(self, pages: tuple[int, ...], host: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        for at in range(0, len(pages), _PIECE):
-            ids = torch.tensor(pages[at : at + _PIECE], dtype=torch.int64).pin_memory()
-            yield ids.to(self._staged.device, non_blocking=True), host[at : at + _PIECE]
+        for at in range(0, len(pages), _PIECE_PAGES):
+            ids = torch.tensor(pages[at : at + _PIECE_PAGES], dtype=torch.int64).pin_memory()
+            yield ids.to(self._staged.device, non_blocking=True), host[at : at + _PIECE_PAGES]
 
     def seconds(self) -> float:
         """How long a page takes to the host and back, measured on null pages; 0 where there is no room for any."""
         if not self.count:
             return 0.0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        n = min(_PIECE, self.count)
+        n = min(_PIECE_PAGES, self.count)
         for _ in range(2):  # the first one warms up
             start.record()
             self.save((0,) * n, tuple(range(n)))

@@ -66,7 +66,7 @@ class Model:
     def start(self) -> World:
         case, protocol = self.case, self.protocol
         replica = protocol.replica(case.limits)
-        planner = protocol.planner(replica, FixedBudget(case.cap, per_token=1.0), 8)
+        planner = protocol.planner(replica, FixedBudget(case.cap, token_s=1.0), 8)
         leader = protocol.leader(replica, planner, self.size, case.asynchronous and not protocol.serial)
         ranks = [leader, *(protocol.rank(i, protocol.replica(case.limits)) for i in range(1, self.size))]
         sites = [Site(self.known.keep(r, self._device, None if r.rank else Ghost(case))) for r in ranks]

@@ -28,7 +28,7 @@ from slipstream.verify.check.explore import explore
 from slipstream.verify.check.model import Model
 from slipstream.verify.check.rivals import LOG
 
-MOST_STATES = 300_000  # of one case: an end to those that a mutant makes endless
+MAX_STATES = 300_000  # of one case: an end to those that a mutant makes endless
 
 
 class Edit(NamedTuple):
@@ -146,10 +146,10 @@ def hunt(mutant: Mutant | None, which: list[Case], merged: bool) -> Hunt:
     states = 0
     with planted(mutant) if mutant is not None else nullcontext():
         for case in which:
-            found = explore(Model(case, LOG, 2), merged, MOST_STATES)
+            found = explore(Model(case, LOG, 2), merged, MAX_STATES)
             states += found.states
             if found.violation or not found.complete:
-                violation = found.violation or f"more than {MOST_STATES} states"
+                violation = found.violation or f"more than {MAX_STATES} states"
                 return Hunt(case.name, states, time.monotonic() - began, violation)
     return Hunt("", states, time.monotonic() - began)
 

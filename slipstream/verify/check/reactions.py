@@ -24,7 +24,7 @@ from slipstream.rank.events import (
     Span,
     Wake,
 )
-from slipstream.rank.leader import WINDOW, Leader
+from slipstream.rank.leader import MAX_UNANSWERED_ENTRIES, Leader
 from slipstream.rank.loop import Rank
 from slipstream.verify.check.cases import Case
 from slipstream.verify.check.device import Device
@@ -33,7 +33,7 @@ from slipstream.verify.check.world import HOLD, Action, Copy, Op
 from slipstream.verify.common.audit import audit
 from slipstream.verify.common.memory import Violation
 
-RING = 3  # steps that may lack their settling
+MAX_UNSETTLED_STEPS = 3  # steps that may lack their settling
 
 
 class Reactions:
@@ -210,7 +210,7 @@ def audit_machine(machine: Rank) -> None:
     for slot in replica.requests:
         if replica.phase[slot] == RUNNING and replica.sure[slot] > replica.limit[slot]:
             raise Violation(f"slot {slot} has a row in flight that it did not need: its limit was reached before")
-    if len(replica.flights) > RING:
+    if len(replica.flights) > MAX_UNSETTLED_STEPS:
         raise Violation(f"rank {machine.rank} has {len(replica.flights)} steps in flight")
-    if isinstance(machine, Leader) and machine.next - machine.acknowledged > WINDOW + 1:
+    if isinstance(machine, Leader) and machine.next - machine.acknowledged > MAX_UNANSWERED_ENTRIES + 1:
         raise Violation("too many entries are unanswered")

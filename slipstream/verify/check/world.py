@@ -13,7 +13,7 @@ from slipstream.schedule.budget import Budget, StepLoad
 from slipstream.schedule.planner import Planner
 
 HOLD, GO = 0.0, 0.9  # what the leader is told for the time: before, or after, the moment at which it plans ahead
-STEP_SECONDS = 0.6  # what it believes a step takes; HOLD < 0.75 * STEP_SECONDS < GO < the heartbeat
+EXPECTED_STEP_S = 0.6  # what it believes a step takes; HOLD < 0.75 * EXPECTED_STEP_S < GO < the heartbeat
 UNSENT, LIVE, ABORTED, OVER = range(4)  # a request as the front end sees it
 
 
@@ -24,7 +24,7 @@ class FixedBudget(Budget):
         pass
 
     def expected(self, load: StepLoad) -> float:
-        return STEP_SECONDS
+        return EXPECTED_STEP_S
 
 
 class StateReplica(Replica):

@@ -26,7 +26,7 @@ from slipstream.rank.events import (
     Tick,
     Wake,
 )
-from slipstream.rank.leader import WINDOW, Leader
+from slipstream.rank.leader import MAX_UNANSWERED_ENTRIES, Leader
 from slipstream.rank.loop import Rank
 from slipstream.schedule.budget import Budget
 from slipstream.verify.common.memory import Violation
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from slipstream.verify.simulate.run import Run
 
 STEP, TOKEN = 1e-3, 2e-6  # seconds of a step, and of each of its tokens
-RING = 3  # steps that may lack their settling
-STEP_TIMEOUT = 2.0  # seconds without progress after which the supervisor gives a group up
+MAX_UNSETTLED_STEPS = 3  # steps that may lack their settling
+STEP_TIMEOUT_S = 2.0  # seconds without progress after which the supervisor gives a group up
 
 
 class Raised(Exception):
@@ -57,7 +57,7 @@ class SimulatedGroup(Interpreter):
         replica = run.make_replica(self.limits)
         planner = run.make_planner(replica, Budget(scenario.cap, scenario.target), scenario.max_queue)
         planner.row_width = self.draw_width
-        planner.admission.short, planner.admission.long_under_way = scenario.short, scenario.long_under_way
+        planner.admission.short, planner.admission.max_long_prefills = scenario.short, scenario.max_long_prefills
         self.leader = Leader(replica, planner, self.size, scenario.asynchronous)
         self.ranks: list[Rank] = [self.leader, *(Rank(i, run.make_replica(self.limits)) for i in range(1, self.size))]
         self.stream = Stream(self.size, self.limits, self.differs, self.ran)
@@ -172,7 +172,7 @@ class SimulatedGroup(Interpreter):
 
     def deliver(self, what: tuple[int, Entry | RequestBody | Forget]) -> None:
         self.on(*what)
-        if len(self.ranks[what[0]].entries) > WINDOW + 1:
+        if len(self.ranks[what[0]].entries) > MAX_UNANSWERED_ENTRIES + 1:
             raise Violation(f"rank {what[0]} holds {len(self.ranks[what[0]].entries)} entries")
 
     def hits(self, kind: str, rank: int) -> bool:
@@ -195,7 +195,7 @@ class SimulatedGroup(Interpreter):
         if self.faults and self.hits("raise", rank):
             self.broken = True
             raise Raised("an injected fault")
-        if len(self.ranks[rank].replica.flights) > RING:
+        if len(self.ranks[rank].replica.flights) > MAX_UNSETTLED_STEPS:
             raise Violation(f"rank {rank} has {len(self.ranks[rank].replica.flights)} steps in flight")
         columns = (batch.slots, batch.starts, batch.counts, batch.sampled, batch.pages)
         self.stream.queue(rank, batch, (batch.seq, *(c.tobytes() for c in columns), batch.saves))
@@ -266,12 +266,12 @@ class SimulatedGroup(Interpreter):
         """A rank dies, which the supervisor sees soon, or stands still, which it sees when its loop has not turned for long."""
         if self.dead:
             return
-        if fault.kind == "stop" and fault.seconds < STEP_TIMEOUT / 2:
+        if fault.kind == "stop" and fault.seconds < STEP_TIMEOUT_S / 2:
             self.frozen[fault.rank] = self.run.now + fault.seconds
             return
         self.broken = True
         self.frozen[fault.rank] = 1e9
-        self.run.at(self.run.now + (0.01 if fault.kind == "die" else STEP_TIMEOUT), self.bury, fault)
+        self.run.at(self.run.now + (0.01 if fault.kind == "die" else STEP_TIMEOUT_S), self.bury, fault)
 
     def bury(self, fault: Fault) -> None:
         if not self.dead:
@@ -289,12 +289,12 @@ class SimulatedGroup(Interpreter):
         busy = bool(leader.replica.flights) or leader.acknowledged < leader.applied
         if mark != self.progress[0] or not busy:
             self.progress = (mark, now)
-        elif now - self.progress[1] > STEP_TIMEOUT:
-            self.give_up(f"no progress for {STEP_TIMEOUT:g} s, at {mark}")
+        elif now - self.progress[1] > STEP_TIMEOUT_S:
+            self.give_up(f"no progress for {STEP_TIMEOUT_S:g} s, at {mark}")
 
     def bounds(self) -> None:
         leader = self.leader
-        if leader.next - leader.acknowledged > WINDOW + 2 or len(leader.sealed) > WINDOW + 2:
+        if leader.next - leader.acknowledged > MAX_UNANSWERED_ENTRIES + 2 or len(leader.sealed) > MAX_UNANSWERED_ENTRIES + 2:
             raise Violation(f"{leader.next - leader.acknowledged} entries are unanswered")
         waiting = len(leader.planner.queue) + len(leader.preparing)
         if waiting > self.scenario.max_queue:

@@ -22,11 +22,11 @@ from slipstream.verify.common.toy import expected, impossible
 from slipstream.verify.simulate.group import SimulatedGroup
 from slipstream.verify.simulate.scenario import MIN_ENTRIES, Client, Scenario
 
-BEAT = 0.25  # seconds between looks at the group
-AUDIT_EVERY = 16  # entries
-RESTART = 0.05  # seconds until a poisoned group is replaced
-FRONT_DELAY = 0.0005  # seconds at most from the front end to the leader
-LONGEST = 600.0  # virtual seconds of a run
+BEAT_S = 0.25  # seconds between looks at the group
+AUDIT_INTERVAL_ENTRIES = 16  # entries
+RESTART_DELAY_S = 0.05  # seconds until a poisoned group is replaced
+MAX_FRONT_DELAY_S = 0.0005  # seconds at most from the front end to the leader
+MAX_RUN_S = 600.0  # virtual seconds of a run
 
 
 class Run:
@@ -60,7 +60,7 @@ class Run:
         for fault in self.scenario.faults:
             if fault.kind in ("die", "stop"):
                 self.at(fault.at, self.group.strike, fault)
-        self.at(BEAT, self._beat, None)
+        self.at(BEAT_S, self._beat, None)
         heap = self._heap
         while heap:
             self.now, _, call, argument = heapq.heappop(heap)
@@ -175,7 +175,7 @@ class Run:
         self.entries += 1
         if self.lines is not None:
             self.note(f"entry {describe(entry)}")
-        if self.entries % AUDIT_EVERY == 0:
+        if self.entries % AUDIT_INTERVAL_ENTRIES == 0:
             audit(self.group.leader.replica)
 
     def poisoned(self, group: SimulatedGroup) -> None:
@@ -189,7 +189,7 @@ class Run:
             if received_tokens != tokens[: len(received_tokens)]:
                 raise Violation(f"request {id} got {received_tokens}, not the beginning of {tokens}")
         self.live.clear()
-        self.at(self.now + RESTART, self._restart, None)
+        self.at(self.now + RESTART_DELAY_S, self._restart, None)
 
     def _restart(self, unused: None) -> None:
         self.steps += sum(self.group.leader.steps.values())
@@ -199,8 +199,8 @@ class Run:
         group = self.group
         if not group.dead:
             group.beat()
-        if self.now > LONGEST:
-            raise Violation(f"not done after {LONGEST:g} virtual seconds")
+        if self.now > MAX_RUN_S:
+            raise Violation(f"not done after {MAX_RUN_S:g} virtual seconds")
         if not self._heap and not group.dead:
             if self.live or self.unsent:
                 if not group.broken and group.wake_at <= self.now and group.leader.written_at < self.now - 5:
@@ -212,7 +212,7 @@ class Run:
             elif not group.broken:
                 self._rest()
                 return
-        self.at(self.now + BEAT, self._beat, None)
+        self.at(self.now + BEAT_S, self._beat, None)
 
     def _rest(self) -> None:
         """Nothing happens any more: the group must be as it was when it was new."""

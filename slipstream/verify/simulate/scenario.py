@@ -11,7 +11,7 @@ import numpy as np
 
 from slipstream.log.caches import Limits, TableLimits
 from slipstream.log.request import Request, SamplingParams
-from slipstream.schedule.admission import LONG_UNDER_WAY, SHORT
+from slipstream.schedule.admission import MAX_LONG_PREFILLS, SHORT_PROMPT_TOKENS
 from slipstream.verify.common.toy import VOCAB
 
 MIN_REQUESTS = 30
@@ -67,8 +67,8 @@ class Scenario:
     window: int = 0  # tokens of a second page table; 0: there is none
     snapshot_tokens: int = 0  # 0: the model has no state
     snapshots: int = 0
-    short: int = SHORT  # tokens of a short prompt
-    long_under_way: int = LONG_UNDER_WAY
+    short: int = SHORT_PROMPT_TOKENS  # tokens of a short prompt
+    max_long_prefills: int = MAX_LONG_PREFILLS
 
     @property
     def limits(self) -> Limits:
@@ -113,8 +113,8 @@ def draw(seed: int) -> Scenario:
         window=r.choice((0, 0, 0, 5, 16, 24)),
         snapshot_tokens=(state := r.choice((0, 0, 0, 1, 2)) * page_size),
         snapshots=r.choice((1, 4, 30)) if state else 0,
-        short=r.choice((4, 10, 20, SHORT)),
-        long_under_way=r.choice((1, 2, LONG_UNDER_WAY)),
+        short=r.choice((4, 10, 20, SHORT_PROMPT_TOKENS)),
+        max_long_prefills=r.choice((1, 2, MAX_LONG_PREFILLS)),
     )
 
 

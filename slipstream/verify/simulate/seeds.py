@@ -13,7 +13,7 @@ from slipstream.verify.simulate.run import Run
 from slipstream.verify.simulate.scenario import Scenario, draw
 from slipstream.verify.simulate.shrink import shrink
 
-PIECE = 100  # seeds that a process takes at a time
+SEEDS_PER_TASK = 100  # seeds that a process takes at a time
 
 
 class Result(NamedTuple):
@@ -61,7 +61,7 @@ def run_piece(seeds: range) -> list[Result]:
 
 def run_seeds(first: int, last: int, jobs: int) -> Iterator[Result]:
     """Results of the seeds first..last, in order."""
-    pieces = [range(a, min(a + PIECE, last + 1)) for a in range(first, last + 1, PIECE)]
+    pieces = [range(a, min(a + SEEDS_PER_TASK, last + 1)) for a in range(first, last + 1, SEEDS_PER_TASK)]
     if jobs == 1:
         for piece in pieces:
             yield from run_piece(piece)

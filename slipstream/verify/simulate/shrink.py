@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from slipstream.schedule.admission import LONG_UNDER_WAY, SHORT
+from slipstream.schedule.admission import MAX_LONG_PREFILLS, SHORT_PROMPT_TOKENS
 from slipstream.verify.simulate.scenario import Scenario
 
-TRIES = 600  # runs at most
+MAX_SHRINK_RUNS = 600  # runs at most
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
@@ -17,7 +17,7 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
         smaller = False
         for candidate in candidates(scenario):
             tries += 1
-            if tries > TRIES:
+            if tries > MAX_SHRINK_RUNS:
                 return scenario
             if fails(candidate):
                 scenario, smaller = candidate, True
@@ -41,8 +41,8 @@ def candidates(s: Scenario) -> Iterator[Scenario]:
         yield replace(s, faults=())
     if s.size > 1:
         yield replace(s, size=s.size - 1, faults=tuple(f for f in s.faults if f.rank < s.size - 1), slow=s.slow[:-1])
-    if (s.short, s.long_under_way) != (SHORT, LONG_UNDER_WAY):
-        yield replace(s, short=SHORT, long_under_way=LONG_UNDER_WAY)
+    if (s.short, s.max_long_prefills) != (SHORT_PROMPT_TOKENS, MAX_LONG_PREFILLS):
+        yield replace(s, short=SHORT_PROMPT_TOKENS, max_long_prefills=MAX_LONG_PREFILLS)
     if s.width > 1:
         yield replace(s, width=1)
         yield replace(s, width=s.width - 1)

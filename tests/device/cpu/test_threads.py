@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.device.cpu.threads import HOLD_S, MOST_HOLD_S, Crew, free_seconds
+from slipstream.device.cpu.threads import HOLD_S, MAX_HOLD_S, Crew, free_seconds
 
 
 class Machine:
@@ -85,9 +85,9 @@ def test_threads_that_lose_their_cores_again_and_again_are_tried_less_often(mach
             crew.look(machine.now)
         waits.append(machine.now - since)
         machine.passes(0.4, 1.0)
-    assert waits[0] == pytest.approx(HOLD_S, abs=0.11) and waits[-1] == pytest.approx(MOST_HOLD_S, abs=0.11)
+    assert waits[0] == pytest.approx(HOLD_S, abs=0.11) and waits[-1] == pytest.approx(MAX_HOLD_S, abs=0.11)
     assert waits == sorted(waits)
-    machine.passes(MOST_HOLD_S + 1, 1.0)
+    machine.passes(MAX_HOLD_S + 1, 1.0)
     loses_cores(crew, machine)
     machine.passes(HOLD_S, 1.0)
     crew.look(machine.now)

@@ -53,7 +53,7 @@ def test_a_mixed_step_of_the_planners_size_is_captured_without_padding():
     from slipstream.schedule.budget import sizes
 
     assert set(sizes(2048)) <= set(graphs.token_buckets(2048))
-    assert graphs.token_buckets(8192)[-1] == graphs.USUAL_CHUNK
+    assert graphs.token_buckets(8192)[-1] == graphs.MAX_CAPTURED_TOKENS
 
 
 def test_ff19_no_kernel_is_tuned_by_local_timing():
