@@ -1,4 +1,4 @@
-"""What the replica asks of a device and what comes back: device operations, one step's rows as columns, and its outcome."""
+"""The values between replica and device: device operations, one step's rows as columns, and its outcome."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -48,9 +48,9 @@ class Batch:
     Row i computes tokens [starts[i], starts[i] + counts[i]) of slots[i], reading their ids from the slot's token table; the
     last sampled[i] of them are judged: 0 for a chunk that does not end its prompt, 1 for plain decoding, 1 + K for K
     drafts.
-    A row whose slot has drafts in flight begins where the device's own length says; `starts` is then the most that can be.
-    A judged row writes its tokens into that table after the ones that it computed, on the device, and never beyond the
-    request's limit. `slots` is the same array object as in the batch before while the rows stay the same ones.
+    A row whose slot has drafts in flight begins at the length that the device knows; `starts` is then its upper bound.
+    A judged row writes its tokens into that table, on the device, after the tokens that it computed, and never beyond the
+    request's limit. While the rows stay the same, `slots` is the same array object as in the previous batch.
     """
 
     seq: int  # the entry that holds the step
@@ -79,10 +79,10 @@ Place = tuple[int, int]  # row and column of a token in `Outcome.tokens`
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What one step returned; the same bytes on every rank of the group, but for `seconds`.
+    """The result of one step. All but `seconds` is the same on every rank of the group.
 
     `tokens` has one row for each judged row of the batch. Row r gave its first accepted[r] tokens: the drafts that were right
-    and the token after them, unless a grammar allows none there. `drafts` are for the slot's next row; they come home only
+    and the token after them, unless a grammar allows none there. `drafts` are for the slot's next row; they are returned only
     where a grammar has to check them.
     """
 
@@ -93,4 +93,4 @@ class Outcome:
     prompt_logprobs: dict[int, PromptRows] = field(default_factory=dict[int, PromptRows])  # by slot
     errors: dict[int, str] = field(default_factory=dict[int, str])  # by row of `tokens`
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # by slot
-    seconds: float = 0.0  # how long the step had this rank's device, for the leader's budget alone; 0: not measured
+    seconds: float = 0.0  # how long the step had this rank's device; only the leader's budget reads it; 0: not measured

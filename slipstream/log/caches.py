@@ -1,9 +1,9 @@
-"""What a layer keeps of a request, and what that means for pages and state. Plain values; no arrays, no allocation.
+"""The cache layouts of layers, and the pages and state that they need. Plain values; no arrays, no allocation.
 
-A model names one layout a layer. Layers whose pages grow by one rule share a page table: pages of table t are numbered alike in
-all of these layers, and a page of it holds `page_size` tokens of each of them. Layers with state of a fixed size need no page:
-a slot has one place for it, and snapshots of it are kept at page boundaries, so that a later request with the same beginning
-can go on from there.
+A model names one layout for each layer. Layers whose pages grow by the same rule share a page table. They number its pages
+alike, and a page holds `page_size` tokens of each of these layers. Layers with state of a fixed size need no pages. A slot has
+one place for such state. Snapshots of it are kept at page boundaries, so that a later request with the same prefix can go on
+from there.
 """
 
 from math import prod
@@ -89,7 +89,7 @@ class TableLimits(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a group agreed to hold: the minimum over its ranks."""
+    """The capacity of a group: the minimum over its ranks."""
 
     tables: tuple[TableLimits, ...]
     slots: int
@@ -122,7 +122,7 @@ def one_table(
 
 
 def least(limits: list[Limits]) -> Limits:
-    """What all ranks can hold. ValueError where they disagree about what is no amount: page size, windows, state."""
+    """The limits that all ranks can hold. Raises ValueError if the ranks differ in page size, windows or state."""
     first = limits[0]
     for other in limits[1:]:
         for name, mine, theirs in (

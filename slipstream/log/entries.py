@@ -23,7 +23,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Frees a slot and its pages. Every rank must answer that the request existed.
 
-    `kept` is how many generated tokens stay part of the answer (-1: all); pages beyond leave the prefix index.
+    `kept` is how many generated tokens stay part of the answer (-1: all). Pages beyond them leave the prefix index.
     """
 
     slot: int
@@ -34,7 +34,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class Preempt(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Takes a request's pages; it keeps its slot, tokens and sampling state, and waits for an Admit.
 
-    `keep`: the pages' contents go to host memory first, to be brought back by that Admit; else they are computed again.
+    `keep`: the pages' contents go to host memory first, and the Admit restores them; else they are computed again.
     """
 
     slot: int
@@ -45,9 +45,10 @@ Command = Admit | Drop | Preempt
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """One forward. `decode`: each decoding slot gives one row of this width, in the replica's order, without being named.
+    """One forward. `decode`: the width of the row that each decoding slot has, in the replica's order; 0: no such rows.
 
-    0: none does. Then come the named rows: columns slots, starts, counts and sampled (int32), one after the other in `rows`.
+    These rows are not named. `rows` holds the named rows that follow them, as int32 columns slots, starts, counts and sampled,
+    one after the other.
     """
 
     order: int
@@ -82,7 +83,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class RequestBody(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """A request's body, sent ahead of the entry that admits it. One with a grammar is answered by a Prepared."""
+    """A request's body, sent ahead of the entry that admits it. A rank answers a body with a grammar by a Prepared."""
 
     request: Request
 

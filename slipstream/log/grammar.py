@@ -1,6 +1,6 @@
-"""What the replica asks of a grammar: a matcher per slot, fed by settled tokens.
+"""The interface of a grammar: the replica has a matcher for each slot and gives it the settled tokens.
 
-It looks ahead through drafts and goes back.
+A matcher can look ahead through drafts and go back.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ MakeMatcher = Callable[[bytes], Matcher]  # from a request's serialized grammar;
 
 
 def masks(matcher: Matcher, drafts: tuple[int, ...], width: int) -> np.ndarray:
-    """uint32 [width, words]: what may follow now, and after each of the first width - 1 drafts, were it right.
+    """uint32 [width, words]: the tokens that may follow now, and after each of the first width - 1 drafts if it is right.
 
-    All zero where a draft is missing or may not follow, so that nothing behind it is accepted. The matcher stands where it
-    stood.
+    All zero where a draft is missing or may not follow, so that nothing after it is accepted. The matcher's state does not
+    change.
     """
     first = matcher.mask()
     out = np.zeros((width, len(first)), np.uint32)

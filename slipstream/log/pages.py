@@ -1,8 +1,8 @@
-"""Pages of the KV cache and the prefix index: who holds which page, and which contents can be found again.
+"""Pages of the KV cache and the prefix index: which pages are held, and which contents can be found again.
 
-A page is free (no content), held (referenced by requests), or idle (content indexed, nobody refers to it; evicted least
-recently used first). Requests release their pages last page first, so children turn idle before their parents and leaves are
-evicted first. Page 0 is the null page and never handed out. Everything here is a function of the calls alone.
+A page is free (no content), held (referenced by requests), or idle (indexed content without a reference). The least recently
+used idle page is evicted first. A request releases its last page first, so the pages at the end of a prefix are evicted before
+the pages that they depend on. Page 0 is the null page and is never given out. The state depends only on the calls.
 """
 
 from hashlib import blake2b

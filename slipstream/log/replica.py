@@ -1,8 +1,8 @@
 """The replica: what an entry's commands and steps do to the state that every rank holds (`log/state.py`).
 
-It changes by the log's commands and steps and by settled outcomes, and by nothing else; two replicas at the same entry are
-equal. No I/O, no clock, no iteration over sets. `apply`, `launch` and `settle` are the only ways past an entry: the leader's
-planner tries a plan by calling the same methods as a follower.
+Only the log's commands and steps and settled outcomes change it, so two replicas at the same entry are equal. No I/O, no clock,
+no iteration over sets. Only `apply`, `launch` and `settle` move it past an entry. The leader's planner calls the same methods
+as a follower.
 """
 
 from typing import assert_never, cast
@@ -23,32 +23,31 @@ NO_PAGES = np.zeros((0, 4), I32)
 
 
 class Replica(ReplicaState):
-    """An entry settles, then gives commands, then launches one step at most."""
+    """The state and its rules. An entry settles outcomes, then gives commands, then launches at most one step."""
 
-    # --- what comes ahead of an entry
+    # --- messages that come ahead of an entry
 
     def receive(self, request: Request, keys: list[bytes] | None = None) -> None:
-        """Takes a request that a later entry may admit; `keys` are its prompt's pages, where they are hashed already."""
+        """Receives a request that a later entry may admit. `keys`: content keys of its prompt's pages if they are hashed."""
         self.bodies[request.id] = Body(request, keys)
 
     def prepare(self, id: int, made: dict[str, Matcher]) -> None:
-        """Takes the resources of a request that was received, by their kind."""
+        """Receives the resources of a request, by kind."""
         if "grammar" in made:
             self.prepared[id] = made["grammar"]
 
     def forget(self, id: int) -> None:
-        """A request that was received will not be admitted."""
+        """Forgets a received request that will not be admitted."""
         self.bodies.pop(id, None)
         self.prepared.pop(id, None)
 
     # --- commands
 
     def apply(self, command: Command) -> int:
-        """Changes the state by one command, and asks the device for what follows (`ops`).
+        """Applies one command to the state and queues its device operations in `ops`.
 
-        Returns the tokens that the cache holds of an Admit's prompt; for a Drop 1 or 0, whether the request was there.
-        Raises BadEntry, with nothing changed, where the command does not fit the state. The leader has made sure that there
-        are pages.
+        Returns for an Admit the number of cached prompt tokens, and for a Drop 1 if the request was there, else 0. Raises
+        BadEntry and changes nothing if the command does not fit the state. The leader has made sure that there are pages.
         """
         match command:
             case Admit():
@@ -108,7 +107,7 @@ class Replica(ReplicaState):
         self.ops.append(InitSlot(slot, request))
 
     def _take(self, slot: int, hit: Hit, columns: int) -> None:
-        """Shares the pages of a hit and takes the others."""
+        """Shares the pages of a hit and takes new pages for the other columns."""
         for t, (table, shared) in enumerate(zip(self.cache.tables, hit.pages, strict=True)):
             first = hit.columns - len(shared)
             table.first[slot] = first
@@ -117,15 +116,15 @@ class Replica(ReplicaState):
             self._name(t, slot, first, [*shared, *(table.pages.take() for _ in range(hit.columns, columns))])
         self.computed[slot] = hit.columns * self.limits.page_size
         if self.limits.snapshot_tokens and (hit.snapshot or self.phase[slot] == PREEMPTED):
-            self.ops.append(SetState(slot, hit.snapshot))  # a new owner's slot begins at zeros by itself
+            self.ops.append(SetState(slot, hit.snapshot))  # a new owner's slot already begins with zeros
 
     def _restored(self, slot: int, known: int) -> int:
-        """How many tokens a preemption has kept for this slot; of drafts in flight then, only those that were right."""
+        """How many tokens a preemption has kept for this slot. Of drafts in flight then, only the right ones count."""
         kept = self.offloaded.get(slot)
         return min(kept.tokens, known - 1) if kept is not None else 0
 
     def _take_restored(self, slot: int, hit: Hit, columns: int, restored: int) -> None:
-        """Brings back what a preemption copied to the host; pages that the cache still holds are shared instead."""
+        """Restores the pages that a preemption copied to the host. Pages that are still in the cache are shared instead."""
         keys, full = self.keys[slot], restored // self.limits.page_size
         kept = self.offloaded[slot]
         for t, (table, (first, host)) in enumerate(zip(self.cache.tables, kept.tables, strict=True)):
@@ -145,7 +144,7 @@ class Replica(ReplicaState):
         self._give_back_host(slot)
 
     def _name(self, t: int, slot: int, first: int, pages: list[int]) -> None:
-        """Writes pages into a row of a table, for the device too."""
+        """Writes pages into a row of a table, and into the next batch for the device."""
         self.cache.tables[t].rows[slot, first : first + len(pages)] = pages
         self.fresh_pages += [(t, slot, first + i, page) for i, page in enumerate(pages)]
 
@@ -156,9 +155,9 @@ class Replica(ReplicaState):
                 table.free_host.extend(host)
 
     def _drop(self, slot: int, id: int, kept: int) -> bool:
-        """Frees slot and pages of request `id`; False, and nothing changes, when it is not there.
+        """Frees the slot and pages of request `id`. Returns False and changes nothing else if the request is not there.
 
-        Rows of it that are in flight run and are thrown away (their epoch has passed).
+        Its rows in flight still run. Their outcome is ignored because the slot's epoch has changed.
         """
         request = self.requests.get(slot)
         if request is None or request.id != id:
@@ -188,10 +187,10 @@ class Replica(ReplicaState):
         return True
 
     def _preempt(self, slot: int, keep: bool) -> None:
-        """Takes the pages of a running request, after copying them to the host if `keep` (`host_fits` says whether they fit).
+        """Takes the pages of a running request. With `keep`, they are copied to the host first, where `host_fits` must hold.
 
-        A row of it in flight still commits; it publishes no page. The copy needs no lease: it is queued on the stream that
-        orders all writes of pages. Per-slot state stays where it is, in the slot that the request keeps.
+        A row in flight still commits, but does not publish a page. The copy needs no lease, because it is queued on the stream
+        that orders all writes of pages. Per-slot state stays in the slot, which the request keeps.
         """
         if self.phase[slot] != RUNNING or (keep and not self.host_fits(slot)):
             raise BadEntry(f"slot {slot} cannot be preempted: it does not run, or its pages do not fit in host memory")
@@ -207,7 +206,7 @@ class Replica(ReplicaState):
         return min(self.limits.pages_of(int(self.computed[slot])), int(self.held[slot]))
 
     def host_fits(self, slot: int) -> bool:
-        """Whether the host has room for what is computed of a running request."""
+        """Whether the host has room for the computed pages of a running request."""
         columns = self._columns_computed(slot)
         return all(columns - int(t.first[slot]) <= len(t.free_host) for t in self.cache.tables)
 
@@ -257,15 +256,15 @@ class Replica(ReplicaState):
         return int((-(-self._row_ends(wanting, width) // self.limits.page_size) - self.held[wanting]).sum())
 
     def _row_ends(self, slots: np.ndarray, width: int) -> np.ndarray:
-        """Where the next rows of decoding slots end at most; what a device would write beyond a limit goes to the null page."""
+        """The last position at which each next row can end. The device writes positions beyond a limit to the null page."""
         ends = self.computed[slots] + width
         return np.minimum(ends, self.limit[slots]) if width > 1 else ends
 
     def launch(self, seq: int, step: Step) -> Batch:
-        """Moves the state past one step and returns its rows. The leader has made sure that pages are there.
+        """Moves the state past one step and returns its rows. The leader has made sure that there are pages.
 
-        Raises BadEntry, with nothing changed, for a row that does not begin where its request stands, ends beyond what is
-        known of it, or has an impossible width.
+        Raises BadEntry and changes nothing if a row does not begin at num_computed_tokens of its request, ends beyond its
+        known tokens, or has an impossible width.
         """
         if not 0 <= step.decode <= self.limits.width:
             raise BadEntry(f"decode rows of width {step.decode}; 1 to {self.limits.width} are possible")
@@ -304,7 +303,7 @@ class Replica(ReplicaState):
     def _check(self, decode: int, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, sampled: np.ndarray) -> None:
         """Raises BadEntry for named rows that do not fit their requests."""
         if ((slots < 0) | (slots >= self.limits.slots)).any() or len(np.unique(slots)) < len(slots):
-            raise BadEntry(f"rows of slots {slots.tolist()}; each is one of {self.limits.slots}, and stands once")
+            raise BadEntry(f"rows of slots {slots.tolist()}; each must be one of {self.limits.slots} slots and appear once")
         decodes = np.isin(slots, self.decoding)
         ends = starts + counts
         chunk = (ends <= self.bound[slots]) & (sampled == (ends == self.bound[slots]))
@@ -328,7 +327,7 @@ class Replica(ReplicaState):
             )
 
     def _launch_decode(self, seq: int, width: int) -> Batch:
-        """`launch` for the step that most are: one row of each decoding slot. computed + 1 == bound holds for them."""
+        """`launch` for the most frequent step: one row of each decoding slot. For these, computed + 1 == bound."""
         slots = self.decoding
         n = len(slots)
         if self._packed[0] is not slots:
@@ -367,7 +366,7 @@ class Replica(ReplicaState):
         return Batch(seq, slots, starts, counts, sampled, width, decodes, pages, saves)
 
     def _grow(self, slots: np.ndarray, widths: np.ndarray) -> None:
-        """Gives pages to each decode row that reaches beyond those of its slot."""
+        """Gives pages to each decode row that reaches beyond the pages of its slot."""
         page_size = self.limits.page_size
         ends = self.computed[slots] + widths
         if self.limits.width > 1:
@@ -387,7 +386,7 @@ class Replica(ReplicaState):
         self._slide(growing)
 
     def _slide(self, slots: np.ndarray) -> None:
-        """Gives back the pages that have left the window of every row to come. Rows that are queued already read them first."""
+        """Releases pages that no later row of the slot reads. Queued rows that read them run before their next use."""
         for table in self.cache.tables:
             if not table.window:
                 continue
@@ -398,9 +397,9 @@ class Replica(ReplicaState):
                 table.first[slot] = max(first, int(table.first[slot]))
 
     def _publish_chunks(self, slots: np.ndarray, starts: np.ndarray) -> tuple[tuple[int, int], ...]:
-        """Indexes the pages and the states that chunks complete; returns (slot, snapshot) of the states to save.
+        """Indexes the pages and states that chunks complete; returns (slot, snapshot) of the states to save.
 
-        Sound before they have run: later readers are later in the stream.
+        This is safe before the chunks have run, because later readers are later in the stream.
         """
         page_size = self.limits.page_size
         saves: list[tuple[int, int]] = []
@@ -418,9 +417,9 @@ class Replica(ReplicaState):
         return tuple(saves)
 
     def _save_decodes(self, slots: np.ndarray, starts: np.ndarray, widths: np.ndarray) -> tuple[tuple[int, int], ...]:
-        """Saves the state of rows that compute the last token before a boundary; it is published when that is committed.
+        """Saves the state of rows that compute the last token before a boundary. It is published when that token is committed.
 
-        Only of rows that give one token: where drafts are verified, nobody knows yet where the row will stand.
+        Rows that verify drafts are left out: the position that they reach is not known yet.
         """
         ends = starts + 1
         saves: list[tuple[int, int]] = []
@@ -433,7 +432,7 @@ class Replica(ReplicaState):
         return tuple(saves)
 
     def _move_on(self, slots: np.ndarray, sampled: np.ndarray, decodes: int) -> None:
-        """Prompts that are through start to decode; rows that need no other one leave."""
+        """Moves prompts that end here to `decoding`, and removes slots that need no further row."""
         full = self.sure[slots] >= self.limit[slots]
         if decodes < len(slots):
             joined = [int(s) for s, through in zip(slots[decodes:], sampled[decodes:], strict=True) if through]

@@ -1,4 +1,4 @@
-"""What a request is to the log: plain values, equal on every rank.
+"""A request as the log has it: plain values, equal on every rank.
 
 Imports only the standard library and msgspec. Token ids travel as packed little-endian int32.
 """
@@ -48,7 +48,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Resource(NamedTuple):
-    """What a request needs besides a slot and pages, on every rank: its kind, and what that kind is made from."""
+    """A thing that a request needs on every rank besides a slot and pages: its kind, and the bytes that it is made from."""
 
     kind: str  # "grammar" is the only one so far
     spec: bytes
@@ -67,7 +67,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """What every rank must have before it may be admitted."""
+        """The resources that every rank must have before the request may be admitted."""
         return (Resource("grammar", self.grammar),) if self.grammar else ()
 
     @property

@@ -1,6 +1,6 @@
-"""Settling: what a step's outcome changes in the state that launched it.
+"""Settling: how a step's outcome changes the state that launched it.
 
-A function of the two alone, like all that changes a replica. No I/O, no clock.
+It depends only on the state and the outcome, like every change of a replica. No I/O, no clock.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from slipstream.log.state import ENDED, PREEMPTED, RUNNING, Ended, InFlightStep,
 
 
 class Settled(NamedTuple):
-    """What one settle committed: tokens[i] is the next token of request ids[i]. A request's tokens stand together, in order."""
+    """The committed tokens of one settle. tokens[i] is the next token of request ids[i]; a request's tokens are adjacent."""
 
     slots: np.ndarray  # intp
     ids: np.ndarray  # int64
     tokens: np.ndarray  # int32
     rows: np.ndarray | None  # the tokens' rows in the outcome, None where all rows gave one token each
-    columns: np.ndarray | None  # and their columns, None where all are the first
+    columns: np.ndarray | None  # the tokens' columns in the outcome, None where all are the first
     ended: list[Ended]
     scored: tuple[tuple[int, int], ...]  # (slot, request id) of chunks with prompt log probabilities
 
@@ -35,9 +35,9 @@ class Settled(NamedTuple):
 def settle(state: ReplicaState, outcome: Outcome) -> Settled:
     """Applies the outcome of the oldest unsettled step: tokens are committed, full pages published, requests ended.
 
-    Rows of requests that have ended or left since the launch are thrown away. Of a row's accepted tokens those count that come
-    no later than a stop token or the request's limit. Raises BadEntry, with nothing changed, when the outcome is not the
-    step's, or has not a possible count of tokens for each judged row.
+    Rows of requests that have ended or left since the launch are ignored. Accepted tokens after a stop token or beyond the
+    request's limit do not count. Raises BadEntry and changes nothing if the outcome belongs to another step, or if a judged
+    row has an impossible count of tokens.
     """
     step = state.flights[0]
     _check(step, outcome)
@@ -73,7 +73,7 @@ def _check(step: InFlightStep, outcome: Outcome) -> None:
 
 
 def _end_failed(state: ReplicaState, outcome: Outcome, slots: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, list[Ended]]:
-    """Ends the requests whose rows failed by themselves; returns which rows are left, and the requests that ended."""
+    """Ends the requests whose own rows failed; returns the rows that are left and the requests that ended."""
     bad = [row for row in sorted(outcome.errors) if alive[row]]
     ended = [Ended(int(slots[row]), int(state.ids[slots[row]]), "error", outcome.errors[row]) for row in bad]
     _end(state, ended)
@@ -141,7 +141,7 @@ def _commit_many(
 
 
 def _take_back(state: ReplicaState, slots: np.ndarray, sampled: np.ndarray, counts: np.ndarray) -> None:
-    """Corrects what was thought of rows that could have given more tokens, or surely gave one only."""
+    """Corrects `sure`, `bound` and `computed` after rows of several tokens: now their counts of tokens are known."""
     state.sure[slots] += counts - 1
     state.bound[slots] -= sampled - counts
     running = state.phase[slots] == RUNNING
@@ -152,7 +152,7 @@ def _take_back(state: ReplicaState, slots: np.ndarray, sampled: np.ndarray, coun
 
 
 def _finish(state: ReplicaState, slots: list[int], tokens: list[int], ended: list[Ended]) -> None:
-    """Ends those of the slots whose latest token is the last."""
+    """Ends the requests whose latest token is their last."""
     finished: list[Ended] = []
     for slot, token in zip(slots, tokens, strict=True):
         request = state.requests[slot]
@@ -175,7 +175,7 @@ def _end(state: ReplicaState, ended: list[Ended]) -> None:
 def _publish_generated(state: ReplicaState, slots: list[int]) -> None:
     """Indexes the pages that committed tokens have filled, and the states that were saved at their ends.
 
-    The row that wrote a page's last token has settled when the token after it is known, which is when this is called.
+    This is called when the token after a page's last one is committed: then the row that wrote the page has settled.
     """
     page_size = state.limits.page_size
     for slot in slots:

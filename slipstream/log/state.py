@@ -1,14 +1,14 @@
-"""What a replica holds: columns by slot, the cache, orders and the running digest, without the rules that change them.
+"""The state of a replica: columns by slot, the cache, orders and the running digest, without the rules that change them.
 
-No I/O, no clock, no iteration over sets; two states that went through the same log are equal.
+No I/O, no clock, no iteration over sets. Two states after the same log are equal.
 
 Tokens of a slot:
     [0, computed)          their cache entries are computed or queued
     [0, committed)         their ids are settled
-    [0, sure)              the least that the device knows once every queued row has run: each gives one token or more
-    [0, bound)             the most that it can know then: each gives as many as it is wide
+    [0, sure)              the least that the device knows when every queued row has run: each row gives at least one token
+    [0, bound)             the most that it can know then: each row gives as many tokens as its width
 A prompt is known as a whole, so committed, sure and bound are its length until its last chunk is queued. From then on
-computed is bound - 1. Where no row can be wider than one token, sure and bound are one column.
+computed is bound - 1. Where every row gives one token, sure and bound are one column.
 """
 
 from collections import deque
@@ -39,16 +39,16 @@ class InFlightStep(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A request that came ahead of its Admit, with the content keys of its prompt's pages where they are hashed already."""
+    """A request that came ahead of its Admit, with the content keys of its prompt's pages if they are hashed."""
 
     request: Request
     keys: list[bytes] | None
 
 
 class Offloaded(NamedTuple):
-    """What a preemption copied to the host: of each table the pages of columns [first, first + len(host))."""
+    """The pages that a preemption copied to the host: for each table, columns [first, first + len(host))."""
 
-    tokens: int  # that were computed or queued then
+    tokens: int  # computed or queued at that time
     tables: tuple[tuple[int, tuple[int, ...]], ...]  # (first column, host pages)
 
 
@@ -62,15 +62,15 @@ class Ended(NamedTuple):
 
 
 class ReplicaState:
-    """All that a rank knows of its group's requests. The rules that change it are `Replica`'s and `settle`'s."""
+    """All that a rank knows of its group's requests. `Replica` and `settle` have the rules that change it."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
         slots = limits.slots
         self.cache = Cache(limits)
         self.free_slots = list(range(slots - 1, -1, -1))  # popped from the end
-        self.bodies: dict[int, Body] = {}  # by request id; came ahead of their Admit
-        self.prepared: dict[int, Matcher] = {}  # grammars of those, by request id
+        self.bodies: dict[int, Body] = {}  # by request id; requests that came ahead of their Admit
+        self.prepared: dict[int, Matcher] = {}  # their grammars, by request id
         self.requests: dict[int, Request] = {}  # slot -> request
         self.keys: dict[int, list[bytes]] = {}  # slot -> content keys of its full pages so far
         self.phase = np.zeros(slots, np.int8)
@@ -81,10 +81,10 @@ class ReplicaState:
         self.bound = np.zeros(slots, np.int32)
         self.sure = self.bound if limits.width == 1 else np.zeros(slots, np.int32)
         self.limit = np.zeros(slots, np.int32)
-        self.held = np.zeros(slots, np.int32)  # columns of its page tables that were given a page
+        self.held = np.zeros(slots, np.int32)  # columns [0, held) of its page tables have been given pages
         self.last_row = np.full(slots, -1, np.int64)  # the entry of the slot's latest row
         self.tokens = np.zeros((slots, limits.max_len), I32)
-        # slots with one row per step, in order of joining; replaced, never changed; intp, with which numpy indexes fastest
+        # slots with one row per step, in order of joining; the array is replaced, never changed; numpy indexes fastest by intp
         self.decoding = np.zeros(0, np.intp)
         self._packed = (self.decoding, np.zeros(0, np.int32))  # `decoding` and the same as int32
         self.prefilling: list[int] = []  # slots whose prompt is not queued whole, in order of joining
@@ -93,15 +93,15 @@ class ReplicaState:
         self.settled_to = -1  # entries through this one are settled
         self.fresh_pages: list[tuple[int, int, int, int]] = []  # (table, slot, column, page) not yet in a batch
         self.offloaded: dict[int, Offloaded] = {}  # by slot
-        self.unpublished: dict[int, list[tuple[int, int]]] = {}  # slot -> (column, snapshot): of tokens that are not committed
-        self.drafts: dict[int, tuple[int, ...]] = {}  # slot with a grammar -> what its next row verifies
-        self.ops: list[DeviceOp] = []  # asked of the device by commands, in order, not yet taken
+        self.unpublished: dict[int, list[tuple[int, int]]] = {}  # slot -> (column, snapshot) of tokens not yet committed
+        self.drafts: dict[int, tuple[int, ...]] = {}  # slot with a grammar -> the drafts that its next row verifies
+        self.ops: list[DeviceOp] = []  # device operations of commands, in order, not yet taken
         self.stop_ids: dict[int, int] = {}  # stop token -> how many slots name it
         self.matchers: dict[int, Matcher] = {}  # slot -> its grammar's state
         self.digest = bytes(8)
         self._widths = np.ones((limits.width + 1, slots), np.int32)  # row w: the columns `counts` and `sampled` of decode rows
         self._widths *= np.arange(limits.width + 1, dtype=np.int32)[:, None]
-        self.changes: list[bytes] = []  # what this entry adds to the digest
+        self.changes: list[bytes] = []  # the bytes that this entry adds to the digest
 
     def pending(self, slot: int) -> bool:
         """Whether a token of the slot is in flight."""
@@ -127,7 +127,7 @@ class ReplicaState:
             self.decoding = self.decoding[self.decoding != slot]
 
     def seal(self) -> int:
-        """Ends an entry: folds what it changed into the running digest and returns that as an unsigned 64-bit integer."""
+        """Ends an entry: adds its changes to the running digest and returns the digest as an unsigned 64-bit integer."""
         free = b"%d,%d" % (self.cache.available, len(self.decoding))
         self.digest = blake2b(b"".join((self.digest, *self.changes, free)), digest_size=8).digest()
         self.changes.clear()
@@ -146,7 +146,7 @@ class ReplicaState:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """A hashable value that two equal states share. What came ahead of an entry and what freed slots hold is left out."""
+        """A hashable value that equal states share. Messages ahead of an entry and contents of freed slots are left out."""
         live: list[tuple[object, ...]] = []
         for s in sorted(self.requests):
             columns = (self.computed, self.committed, self.sure, self.bound, self.held, self.last_row)

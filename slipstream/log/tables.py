@@ -1,7 +1,7 @@
-"""The cache of a group: one allocator a page table, snapshots of per-slot state, and what of a prompt they hold together.
+"""The cache of a group: an allocator for each page table, snapshots of per-slot state, and the search for a cached prefix.
 
-A page table belongs to one rule of growth (`log/caches.py`). The tables of a slot reach equally far; a windowed one gives back
-its first pages. A hit needs all of it: pages of every table, and a snapshot where the model has per-slot state.
+A page table belongs to one rule of growth (`log/caches.py`). The tables of a slot end at the same column; a windowed one gives
+back its first pages. A hit needs pages of every table, and a snapshot where the model has per-slot state.
 """
 
 import sys
@@ -16,15 +16,15 @@ I32 = np.dtype("<i4")
 
 
 class Hit(NamedTuple):
-    """What the cache holds of a prompt, up to the deepest page boundary at which a request can go on."""
+    """The cached part of a prompt, up to the last page boundary from which a request can go on."""
 
     columns: int  # pages that need not be computed
-    pages: tuple[list[int], ...]  # of each table: those of columns [first, columns) that its rule still needs there
-    snapshot: int  # of the state at that boundary; 0: the model has none, or nothing was found
+    pages: tuple[list[int], ...]  # for each table: its pages of columns [first, columns) that its rule still needs
+    snapshot: int  # the state at that boundary; 0: the model has no state, or nothing was found
 
 
 class PageTable:
-    """Who holds which page by one rule of growth. Columns [first[slot], held) of a row name pages; `held` is the replica's."""
+    """Each slot's pages under one rule of growth. Columns [first[slot], held) of a row name pages; `held` is in the replica."""
 
     __slots__ = ("window", "pages", "rows", "first", "free_host", "page_size")
 
@@ -45,7 +45,7 @@ class PageTable:
         return [self.pages.index.get(key, 0) for key in keys]
 
     def last_gap(self, found: list[int], columns: int) -> int:
-        """The last column that a row at page boundary `columns` reads and that is not in `found`; -1: all are."""
+        """The last column that a row at page boundary `columns` reads but `found` lacks; -1: none."""
         for column in range(columns - 1, self.first_column(columns * self.page_size) - 1, -1):
             if not found[column]:
                 return column
@@ -72,7 +72,7 @@ class Cache:
 
     @property
     def available(self) -> int:
-        """How many columns every table can give a page for."""
+        """For how many columns every table can give a page."""
         least = sys.maxsize
         for table in self.tables:
             least = min(least, table.pages.available)
@@ -87,7 +87,7 @@ class Cache:
         return sum(t.pages.total for t in self.tables)
 
     def find(self, keys: list[bytes]) -> Hit:
-        """The deepest boundary within `keys` that every table, and a snapshot where one is needed, have."""
+        """The cached pages up to the last boundary within `keys` that is in every table and, if needed, has a snapshot."""
         kept = [t for t in self.tables if not t.window]
         columns = len(keys)
         for table in kept:
@@ -108,7 +108,7 @@ class Cache:
         return Hit(columns, pages, self.snapshots.index[keys[columns - 1]] if columns and self.stride else 0)
 
     def lacking(self, hit: Hit, columns: int) -> list[int]:
-        """For each table, the pages that a request of `columns` takes from those that are available, after this hit."""
+        """For each table, how many available pages a request of `columns` takes after this hit."""
         return [
             columns - hit.columns + sum(t.pages.refs[page] == 0 for page in pages)
             for t, pages in zip(self.tables, hit.pages, strict=True)
