@@ -1,10 +1,12 @@
 """How the host cuts a step's prompt rows into work for the prefill kernels.
 
-A block is up to ROWS consecutive tokens of one request; with one query head it attends to PAIR cache tokens at a time. One
-program each would leave multiprocessors idle (few blocks) or waiting (prompts of different lengths), so blocks are cut along
-the cache in the better of two ways. Either into parts of about one size, which all programs take in turns, the longest first.
-Or, with fewer blocks than multiprocessors, into parts of one size that are each all that a program has to do, and rests, which
-the programs that are left over take in turns.
+A block is up to ROWS consecutive tokens of one request. With one query head it attends to PAIR cache tokens at a time. With one
+program for each block, multiprocessors would be idle (few blocks) or wait (prompts of different lengths). So blocks are cut
+along the cache, in the better of two ways:
+
+- into parts of similar size, which all programs take in turns, the longest first;
+- where there are fewer blocks than multiprocessors, into parts of one size and rests. Each such part has its own program, and
+  the remaining programs take the rests in turns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +17,13 @@ import numpy as np
 
 ROWS = 128  # tokens of a block at most
 PAIR = 128  # cache tokens at a time
-MOST = 8  # parts that the longest block is cut into at most, where all are of one size
-SIZES = 12  # sizes of parts with programs for themselves that are looked at, about
-LEAST = 4  # pairs of a part at least, where its block has as many
-START = 3  # pairs that a part costs besides its own ...
-JOIN = 4  # ... and one of several that are joined again (measured: docs/gpu_log.md)
-UNITS = 1056  # (part, query head) of cut blocks that the kernels have room for; parts alone need two a program at most
-SPARE = 64  # rows of the table beyond one a block
+MOST = 8  # the most parts of the longest block, where all parts are of similar size
+SIZES = 12  # about how many sizes of parts with their own programs are tried
+LEAST = 4  # the fewest pairs of a part, unless its block has fewer
+START = 3  # a part costs this many pairs more than its own ...
+JOIN = 4  # ... and this many more if it is joined with others (measured: docs/gpu_log.md)
+UNITS = 1056  # the kernels have room for so many (part, query head) of cut blocks; parts alone need at most two a program
+SPARE = 64  # rows of the table besides one for each block
 
 # columns of the table: slot, position of the block's first token, its index in the step, tokens, first pair, end of the pairs,
 # parts of the block, this part's place in the kernels' scratch, the place of the block's first part (they follow one another)
