@@ -40,8 +40,8 @@ class Cutter:
     def cut(self, rows: Iterable[Sequence[int]], out: np.ndarray) -> tuple[int, int]:
         """Writes parts of the blocks of `rows` (slot, position, index in the step, tokens) to out int32 [n, COLUMNS].
 
-        Returns how many parts there are, and how many of them, the first, have programs for themselves; the others follow, the
-        longest first. `out` has room for SPARE parts beyond one a block.
+        Returns the number of parts, and how many of them, the first, have their own programs. The others follow, the longest
+        first. `out` has room for SPARE parts besides one for each block.
         """
         blocks: list[tuple[int, int, int, int, int]] = []
         for slot, position, index, tokens in rows:
@@ -64,7 +64,7 @@ class Cutter:
         return len(parts), len(alone)
 
     def _ends(self, pairs: list[int]) -> list[tuple[int, list[int]]]:
-        """Of each block: how many parts, the first, have programs for themselves, and where all parts end. `pairs` falls."""
+        """For each block: how many parts, the first, have their own programs, and where all parts end. `pairs` falls."""
         if not pairs:
             return []
         enough = 1.05 * (sum(pairs) + START * len(pairs)) * self.num_q_heads / self.programs
@@ -75,7 +75,7 @@ class Cutter:
         return [(0, _even_ends(n, k)) for n, k in zip(pairs, parts, strict=True)]
 
     def _evenly(self, pairs: list[int], enough: float) -> tuple[int, list[int]]:
-        """The cost with parts of about one size that all programs share, and into how many each block is cut."""
+        """The cost with parts of similar size that all programs share, and the number of parts of each block."""
         best = parts = [1] * len(pairs)
         least = self._turns([n + START for n in pairs], self.programs)
         for most in range(2, MOST + 1):
@@ -92,7 +92,7 @@ class Cutter:
         return least, best
 
     def _alone(self, pairs: list[int], cost: int) -> int:
-        """The size of parts that have programs for themselves, if that costs less than `cost`; 0 if none does."""
+        """The size of parts with their own programs that costs least, if that is less than `cost`; 0 otherwise."""
         best = 0
         first = max(LEAST, sum(pairs) * self.num_q_heads // self.programs)
         for size in range(first, pairs[0], max(1, (cost - first) // SIZES)):
@@ -114,7 +114,7 @@ class Cutter:
         return best
 
     def _turns(self, each: list[int], programs: int) -> int:
-        """About the cost of the program that has most to do, when `programs` take parts in turns, there and back."""
+        """About the cost of the program with the most work, when `programs` take parts in turns, there and back."""
         each = sorted(each, reverse=True)
         total = len(each) * self.num_q_heads
         last = (total - 1) % programs + 1  # items of the last turn
@@ -135,7 +135,7 @@ def _even_ends(pairs: int, parts: int) -> list[int]:
 
 
 def _split(pairs: int, size: int) -> tuple[int, list[int]]:
-    """How many parts of `size` there are, and where all parts end; a rest too small for a part makes the others longer."""
+    """The number of parts of `size`, and where all parts end. A rest too small for a part makes the others longer."""
     alone, rest = divmod(pairs, size)
     if alone and rest < LEAST:
         return alone, _even_ends(pairs, alone)
