@@ -95,7 +95,7 @@ class Leader(Rank):
             yield from super().on(event, now)
 
     def take(self, event: Event) -> Iterator[Effect]:
-        """Takes in what a front end and followers send, without planning yet; the rest is every rank's."""
+        """Handles the messages of front ends and followers, without planning. Other events are the same on every rank."""
         if isinstance(event, Submit):
             for request in event.requests():
                 yield from self.submit(request)

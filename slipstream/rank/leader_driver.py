@@ -10,10 +10,10 @@ import numpy as np
 from slipstream.errors import Diverged
 from slipstream.process.channel import LeaderEnd
 from slipstream.process.protocol import Abort, Finished, Load, Refused, Submit, Tokens
-from slipstream.rank.driver import IDLE, Driver, Parts
+from slipstream.rank.driver import IDLE_TIMEOUT_S, Driver, Parts
 from slipstream.rank.events import Event, Poison, Send, SendToFront, Tick, Wake
 from slipstream.rank.front_link import FrontLink
-from slipstream.rank.leader import HEARTBEAT, Leader
+from slipstream.rank.leader import HEARTBEAT_S, Leader
 from slipstream.system.say import say
 
 LOAD_INTERVAL_S = 0.1  # between two messages about the load

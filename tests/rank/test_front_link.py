@@ -11,7 +11,7 @@ from slipstream.log.request import Request, SamplingParams
 from slipstream.process.protocol import Abort, Finished, Refused, Submit
 from slipstream.rank import front_link
 from slipstream.rank.front_link import FrontLink
-from slipstream.rank.leader_driver import BEHIND_BYTES, BEHIND_SECONDS, Choices, LeaderDriver
+from slipstream.rank.leader_driver import SLOW_FRONT_BYTES, SLOW_FRONT_PAUSE_S, Choices, LeaderDriver
 from slipstream.system.framing import Frames, frame
 
 

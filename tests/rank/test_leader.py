@@ -146,7 +146,7 @@ def test_a_reply_to_an_entry_that_was_never_written_poisons():
 def test_ff15_entries_without_a_reply_are_bounded():
     group = Lone()
     group.on(Submit(request(1, range(4), 200)))
-    for _ in range(3 * WINDOW):
+    for _ in range(3 * MAX_UNANSWERED_ENTRIES):
         if group.batches:
             group.land()
         group.now += 2.0

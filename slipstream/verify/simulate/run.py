@@ -100,7 +100,7 @@ class Run:
     def _abort(self, id: int, kept: int) -> None:
         """Reports to the leader, a little later, that a client has left."""
         self.aborted.add(id)
-        delay = FRONT_DELAY * self.group.random.random()
+        delay = MAX_FRONT_DELAY_S * self.group.random.random()
         self.at(self.now + delay, lambda group: group.on(0, Abort(id, kept)), self.group)
 
     def _end(self, id: int, how: str) -> None:
