@@ -1,7 +1,7 @@
 """The one interface between a rank's machine and its device.
 
-A device is one in-order stream: what is queued runs in the order of the calls, and nothing queued is ever cancelled.
-All calls but `capacity` and `start` return without waiting for the device, and all come from one thread.
+A device is one in-order stream. Queued work runs in the order of the calls and is never cancelled. All calls but `capacity` and
+`start` return without waiting for the device, and all come from one thread.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ __all__ = ["Batch", "Capacity", "DeviceProgress", "Executor", "Outcome", "StepFa
 
 
 class DeviceProgress(Protocol):
-    """Where a device reports how far it is; the rank's line of the board outside tests."""
+    """Where a device reports its progress: the rank's block of the board, except in tests."""
 
     def set(self, field: str, value: int, /) -> None:
-        """Sets one number of this rank's line."""
+        """Sets one word of this rank's block."""
         ...
 
     def device_span(self, start: int, end: int, entry: int, collective: int = 0, /) -> None:
@@ -30,7 +30,7 @@ class DeviceProgress(Protocol):
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one rank can hold. The group uses the minimum over its ranks (`log.caches.least`)."""
+    """The capacity of one rank. The group uses the minimum over its ranks (`log.caches.least`)."""
 
     limits: Limits  # of this rank; `caching` as configured
     weight_bytes: int
@@ -47,7 +47,7 @@ class Executor(Protocol):
     eager_steps: dict[str, int]  # outside captured work, by reason (a step may have several); empty where nothing is captured
 
     def capacity(self) -> Capacity:
-        """What fits beside the weights and one largest step."""
+        """The pages and slots that fit into memory besides the weights and the largest step."""
         ...
 
     def start(self, limits: Limits) -> None:
@@ -81,7 +81,7 @@ class Executor(Protocol):
     def launch_sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
         """Queues the sampling of that step. masks: slot -> uint32 bit masks [sampled, ceil(vocab / 32)] of allowed ids.
 
-        discarded: slots whose requests have ended meanwhile; what their rows give, if anything, is thrown away.
+        discarded: slots whose requests have ended meanwhile; tokens of their rows are ignored.
         """
         ...
 

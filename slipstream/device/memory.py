@@ -22,7 +22,7 @@ def cache_dtype(name: str, weights: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What the layers of a model keep for requests of up to `max_len` tokens in `slots` slots."""
+    """The cache that a model's layers need for requests of up to `max_len` tokens in `slots` slots."""
 
     layouts: tuple[CacheLayout, ...]
     dtype: torch.dtype  # of keys and values
@@ -41,12 +41,12 @@ class CacheNeeds:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the state that is always there: every slot's, nobody's, and the snapshot of zeros."""
+        """Bytes of the state that always exists: that of every slot, of padding rows, and the snapshot of zeros."""
         return state_bytes(self.layouts) * (self.slots + 2)
 
     @property
     def least_bytes(self) -> int:
-        """Bytes with which the first page can be held."""
+        """The least bytes that hold one page of each table."""
         return self.state_bytes + sum(self.page_bytes)
 
     def pages(self, most: int) -> list[int]:
@@ -61,8 +61,8 @@ class CacheNeeds:
     def limits(self, memory: int, most: int, caching: bool, host_bytes: int | None) -> Limits:
         """Divides `memory` bytes, which must be at least `least_bytes`: state, then snapshots, then pages.
 
-        `most`: pages that are of use in a table. `host_bytes` hold pages of all tables in the same proportion; None: a quarter
-        of them. Snapshots are found by content, so there are none without `caching`.
+        `most`: the most pages that a table can use. `host_bytes` hold pages of all tables in the same proportion; None: a
+        quarter as many pages. Snapshots are found by content, so there are none without `caching`.
         """
         each = state_bytes(self.layouts)
         rest = memory - self.state_bytes

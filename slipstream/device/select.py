@@ -1,4 +1,4 @@
-"""Which executor runs a rank. Imports a device's libraries only when that device is asked for."""
+"""Choosing the executor of a rank. A device's libraries are imported only when that device is used."""
 
 import os
 
@@ -31,7 +31,7 @@ def build_executor(
 
 
 def resolve_device(name: str) -> str:
-    """What `auto` means on this machine."""
+    """The device that `auto` means on this machine."""
     if name != "auto":
         return name
     import torch
@@ -58,6 +58,6 @@ def _build_cpu(
 
 
 def _show_wait(board: DeviceProgress, entered: int, other: int | None) -> None:
-    """Shows for which rank the device waits, so that of two ranks in one hanging step the right one is blamed."""
+    """Shows on the board for which rank the device waits, so that a hanging step is blamed on the right rank."""
     board.set("collective", entered)
     board.set("sums_with", 0 if other is None else other + 1)

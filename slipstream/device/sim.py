@@ -1,7 +1,7 @@
 """The `sim` device: no arithmetic, an exact stream. A step lasts `step_us` + `token_us` per token; tokens come from a hash.
 
-For load, protocol and fault tests at scale, and to measure the host's cost. A token depends on the request's prompt, seed,
-choice and the token's position, so every mode, batch and rank gives the same ones.
+It is for load, protocol and fault tests at scale, and for measuring the host's cost. A token depends only on the request's
+prompt, seed and choice, and on the token's position. So every mode, batch and rank gives the same tokens.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ DEFAULT_VOCAB = 32_000
 DEFAULT_MAX_LEN = 32_768
 PAGE_SIZE = 16  # tokens of a page unless the user says otherwise
 DEFAULT_PAGES = 65_536
-PAGE_BYTES = 4096  # what a page counts for under --kv-cache-memory-bytes
+PAGE_BYTES = 4096  # of a page, as --kv-cache-memory-bytes counts them
 SNAPSHOTS = 64  # of per-slot state, where the simulated model has any
 RIGHT_DRAFT_SHARE = 0.7  # share of a draft's positions at which it is right
 
@@ -70,19 +70,19 @@ class SimTokens:
         self.requests[slot] = request
 
     def draw(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int32: the token of each slot at each position, before a mask has its say."""
+        """int32: the token of each slot at each position, before masks."""
         return (_mixed(self.base[slots] + positions.astype(np.uint64) * _GOLDEN) % np.uint64(self.vocab)).astype(np.int32)
 
     def drafts(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """int32: what is proposed for each slot at each position: the drawn token, or the one after it."""
+        """int32: the draft for each slot at each position: the drawn token if the draft is right, else the next id."""
         hashed = _mixed(_mixed(self.base[slots] ^ _GOLDEN) + positions.astype(np.uint64) * _GOLDEN)
         wrong = hashed % np.uint64(1000) >= np.uint64(int(RIGHT_DRAFT_SHARE * 1000))
         return (self.draw(slots, positions) + wrong) % np.int32(self.vocab)
 
     def sample(self, batch: Batch, masks: Mapping[int, np.ndarray] = NO_MASKS) -> Outcome:
-        """The batch's outcome, after which `length` stands behind what was accepted.
+        """The batch's outcome. Moves `length` past the accepted tokens.
 
-        A token that a mask forbids gives way to the next allowed id; a row is a dead end where its first mask is empty.
+        A token that a mask forbids is replaced by the next allowed id. A row is a dead end if its first mask is empty.
         """
         judged = batch.judged
         slots, sampled = batch.slots[judged].astype(np.intp), batch.sampled[judged]
@@ -101,7 +101,7 @@ class SimTokens:
     def _verify(
         self, slots: np.ndarray, sampled: np.ndarray, first: np.ndarray, masks: Mapping[int, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [rows, width], and of each row how many count: as many drafts as equal the token drawn, and the one after."""
+        """Tokens [rows, width], and each row's accepted count: the drafts that equal the drawn tokens, and the token after."""
         places = np.arange(int(sampled.max(initial=1)))
         positions = first[:, None] + places
         rows = np.broadcast_to(slots[:, None], positions.shape)
@@ -170,7 +170,7 @@ _ITIMERSPEC = struct.Struct("@qqqq")  # interval, then value; seconds and nanose
 
 
 class SimExecutor:
-    """Implements `device.executor.Executor` in real time. A step's end is known when it is launched; a timer tells of it."""
+    """Implements `device.executor.Executor` in real time. A step's end is known when it is launched; a timer reports it."""
 
     def __init__(self, config: EngineConfig, model: dict, board: DeviceProgress | None = None):
         self._step = config.sim_step_us * 1e-6
@@ -265,7 +265,7 @@ class SimExecutor:
 
 
 def sim_model(model_path: str) -> dict:
-    """The model's config where it has one that is quick to read; the simulated device needs only its sizes."""
+    """The model's config if it is quick to read. The simulated device needs only its sizes."""
     file = pathlib.Path(model_path) / "config.json"
     if not file.is_file():
         return {}

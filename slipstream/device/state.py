@@ -9,7 +9,7 @@ from slipstream.log.caches import CacheLayout, PerSlot
 class SlotState:
     """Arrays [slots + 1, ...] of each layer that has state, and [snapshots + 1, ...] of copies.
 
-    Row `slots` is nobody's: padding rows write there. Snapshot 0 holds zeros, the state before the first token.
+    Row `slots` belongs to no request: padding rows write there. Snapshot 0 holds zeros, the state before the first token.
     """
 
     def __init__(self, layouts: tuple[CacheLayout, ...], slots: int, snapshots: int, device: torch.device):

@@ -1,4 +1,4 @@
-"""What an executor needs of a decoder, whatever its family."""
+"""The interface of a decoder that an executor needs, for every family."""
 
 from typing import Protocol
 
@@ -12,13 +12,13 @@ class Decoder(Protocol):
     """One rank's part of a model. It holds no data of a request."""
 
     vocab: int  # of all ranks
-    hidden: int  # width of what `forward` returns
+    hidden: int  # width of the result of `forward`
     max_len: int  # tokens of a request at most
-    caches: tuple[CacheLayout, ...]  # what this rank keeps of a request, to which the layers refer by index
+    caches: tuple[CacheLayout, ...]  # this rank's cache layouts; layers refer to them by index
     attentions: tuple[Attention, ...]  # of all layers that attend, in order
 
     def forward(self, step: ForwardStep) -> Tensor:
-        """[T, hidden] after the last norm; writes what the step's tokens leave in the caches."""
+        """[T, hidden] after the last norm; writes the step's keys, values and states into the caches."""
         ...
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:

@@ -1,4 +1,4 @@
-"""Llama and what shares its shape: SmolLM2, Mistral without a sliding window, TinyLlama; the base of other dense decoders.
+"""Llama and models of the same shape: SmolLM2, Mistral without a sliding window, TinyLlama; the base of other dense decoders.
 
 A model is a list of layers with prepared weights and one `forward` over an `Ops` namespace; it holds no per-request state.
 """
@@ -38,7 +38,7 @@ class DenseConfig:
 
     @classmethod
     def read(cls, config: dict) -> "DenseConfig":
-        """Raises ModelError where the config asks for something that would otherwise be ignored."""
+        """Raises ModelError if the config has a setting that would otherwise be ignored."""
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
         refuse_sliding_window(config)
@@ -64,7 +64,7 @@ class DenseConfig:
 
 
 def refuse_sliding_window(config: dict) -> None:
-    """A window that would bind is refused: attending to everything instead would change the model in silence."""
+    """Refuses a window that limits attention: full attention instead would change the model in silence."""
     window = config.get("sliding_window")
     if not window or config.get("use_sliding_window") is False or window >= config["max_position_embeddings"]:
         return
@@ -104,7 +104,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layer:
-    """One decoder layer. A family replaces what it does otherwise: a mixture of experts is another `feed_forward`."""
+    """One decoder layer. A family replaces the half that differs: a mixture of experts is another `feed_forward`."""
 
     norm: Any
     attend: HalfLayer
@@ -132,7 +132,7 @@ class Llama:
         self.layers = [self._layer(i, f"model.layers.{i}.") for i in range(c.layers)]
         self.attentions = tuple(layer.attend.spec for layer in self.layers if isinstance(layer.attend, SelfAttention))
         self.norm = self.norm_weight("model.norm.weight", c.hidden)
-        self._next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]  # what follows each layer
+        self._next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]  # the norm after each layer
         shape = (c.vocab, c.hidden)
         self.embedding = ops.tensor(self._read("model.embed_tokens.weight", shape, self.vocab_part))
         self.head = ops.weight([dense(self.embedding) if c.tied else self.linear("lm_head", shape, rows=self.vocab_part)])
@@ -142,7 +142,7 @@ class Llama:
         return DenseConfig.read(config)
 
     def cache_layouts(self) -> tuple[CacheLayout, ...]:
-        """What each layer keeps of a request."""
+        """The cache layout of each layer."""
         return (Paged(self.heads.num_kv_heads, self.config.head_dim),) * self.config.layers
 
     def qk_norms(self, prefix: str) -> tuple[Any, Any]:
@@ -175,7 +175,7 @@ class Llama:
         )
 
     def attend(self, i: int, prefix: str) -> HalfLayer:
-        """What layer i mixes tokens with."""
+        """The half of layer i that mixes tokens."""
         c, heads, d = self.config, self.heads, self.config.head_dim
         table = windows(self.caches).index(window_of(self.caches[i]))
         spec = Attention(i, table, heads, d, d**-0.5, self.rotary, *self.qk_norms(prefix))

@@ -1,4 +1,4 @@
-"""Which class builds which architecture of a Hugging Face config."""
+"""The classes that build the architectures of Hugging Face configs."""
 
 from collections.abc import Callable
 from typing import Any

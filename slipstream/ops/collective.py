@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Collective(Protocol):
-    """What a rank can do together with its peers. `entered` counts the collectives entered so far."""
+    """The collective operations of a rank with its peers. `entered` counts the collectives entered so far."""
 
     rank: int
     size: int
@@ -61,7 +61,7 @@ class Abandoned(Exception):
 
 
 _LINE = 64  # bytes of a rank's flag: a cache line of its own
-_LOOKS = 300  # turns of looking (a third of a millisecond) before the core is given away, where each rank has a core
+_LOOKS = 300  # polls (a third of a millisecond) before the core is yielded, where each rank has a core
 _YIELDS = 2000  # sched_yields before sleeping: some milliseconds
 _REPORT_EVERY_S = 2.0  # between two lines on standard error
 
@@ -71,9 +71,9 @@ class SharedMemory:
 
     Layout: `size` flag lines, then two buffers, each with `max_bytes` for every rank. Call n uses buffer n % 2: a rank writes
     its part, raises its flag to n, and waits until all flags have reached n. Buffer n % 2 is written again in call n + 2, which
-    a rank enters only after all have raised n + 1, that is after all have read what call n left. Larger data go in pieces.
+    a rank enters only after all have raised n + 1, that is after all have read the data of call n. Larger data go in pieces.
 
-    Relies on stores being seen in order (x86; on weaker machines the flag's store would need a barrier).
+    This relies on stores becoming visible in order, as on x86. Other machines would need a barrier before the flag's store.
     """
 
     def __init__(self, fd: int, rank: int, size: int, max_bytes: int):
@@ -158,7 +158,7 @@ class SharedMemory:
         return parts[self.rank], parts
 
     def _wait(self, rank: int, turn: int) -> None:
-        """Looks, then yields the core, then sleeps: short while the peer computes, and no burden when it is gone."""
+        """Polls, then yields the core, then sleeps. So the wait is short while the peer computes, and cheap if it is gone."""
         flag = self._flags[rank]
         for _ in range(self._looks):
             for _ in range(8):

@@ -1,9 +1,9 @@
-"""What a model asks of a device: one namespace of operations, the seam between `models/` and the kernels.
+"""The operations that a model needs from a device, as one namespace between `models/` and the kernels.
 
-`ops/cpu/ops.py` is the PyTorch implementation (the CPU's, and the reference of every other); a CUDA namespace with the same
-methods takes its place without a change in any model. A model never sees page tables, lengths or streams: it hands the
-`step` that it was given to every operation. All collectives of a forward are inside `embed` and `reduce_add_norm`, so which
-ones run, and their shapes, follow from the step's padded token count alone.
+`ops/cpu/ops.py` is the PyTorch implementation, for the CPU and as the reference of all others. A CUDA namespace with the same
+methods replaces it without a change in any model. A model never sees page tables, lengths or streams: it passes its `step` to
+every operation. All collectives of a forward are inside `embed` and `reduce_add_norm`. So the collectives that run, and their
+shapes, depend only on the step's padded token count.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from slipstream.weights.packed import Packed
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One layer's attention, as its operation needs it.
+    """The parameters of one layer's attention.
 
     `q_norm`, `k_norm` are prepared RMSNorm weights [head_dim] applied to each head before rotation (Qwen3), or None.
     `rotary` [max_len, head_dim] float32: cosines of a position in the first half, sines in the second; rotation pairs
@@ -36,7 +36,7 @@ class Attention:
 
 
 class Step(Protocol):
-    """Rows that go through operations together. Executors add what their operations need; models hand it back as it is."""
+    """Rows that go through operations together. Executors add fields for their operations; models pass the step unchanged."""
 
     slots: Tensor  # [rows] whose they are
 
@@ -58,7 +58,7 @@ class JudgedRows:
 class Ops(Protocol):
     """Operations over the T rows of a step. Tensors are [T, width], contiguous, of `dtype` unless said otherwise.
 
-    What prepares weights runs once; every operation takes the step, since a row's adapter, expert or window may matter to it.
+    Methods that prepare weights run once. Every operation takes the step, as a row's adapter, expert or window may matter.
     """
 
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class Ops(Protocol):
         """[T, (queries + 2 keys) head_dim] to [T, queries head_dim].
 
         Norms and rotates queries and keys, writes keys and values at each row's position into the pages of cache `spec.cache`,
-        and attends causally over everything its request has there, or over the latest tokens where that cache is a window.
+        and attends causally over all tokens of the row's request there, or over the latest tokens where that cache is a window.
         A rank without heads gets and returns [T, 0].
         """
         ...

@@ -1,4 +1,4 @@
-"""What the sampling parameters of a request do to one row of logits, and the random draw: NumPy and PyTorch on the CPU.
+"""The effect of a request's sampling parameters on one row of logits, and the random draw: NumPy and PyTorch on the CPU.
 
 The order is vLLM's: bad words, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p, then the draw. Log
 probabilities are of the raw logits, before all of these.
@@ -92,7 +92,7 @@ def _one_logprob(row: np.ndarray, total: float, token: int, top: int) -> TokenLo
 
 
 def adjust(logits: Tensor, sampling: SamplingParams, tokens: np.ndarray, prompt_len: int) -> None:
-    """Everything before the temperature, in place on one row float32 [vocab].
+    """Applies all that comes before the temperature, in place on one row float32 [vocab].
 
     `tokens` int32 are the row's prompt and all tokens generated so far. Presence and frequency penalties count generated
     tokens, the repetition penalty both (as vLLM and transformers have it); bad words match generated tokens only.
@@ -118,9 +118,9 @@ def adjust(logits: Tensor, sampling: SamplingParams, tokens: np.ndarray, prompt_
 
 
 def survivors(scores: np.ndarray, sampling: SamplingParams) -> np.ndarray | None:
-    """Ids, ascending, that min_p, top_k and top_p leave of logits / temperature float32 [vocab]; None where none is set.
+    """Ids, ascending, that min_p, top_k and top_p keep of logits / temperature float32 [vocab]; None where none is set.
 
-    Tokens that tie with the last one kept stay too; at least the best stays.
+    Tokens that tie with the last kept one are kept too. The best token is always kept.
     """
     if sampling.min_p <= 0.0 and not 0 < sampling.top_k < len(scores) and sampling.top_p >= 1.0:
         return None

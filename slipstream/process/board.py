@@ -1,8 +1,8 @@
-"""The board: one block of anonymous shared memory in which every rank shows where it is.
+"""The board: anonymous shared memory in which every rank shows its progress.
 
-The supervisor creates it (a memfd: no name in /dev/shm, nothing to leave behind) and hands the descriptor to ranks and front
-ends. Each rank writes its own block and nobody else's; readers tolerate a torn record. It outlives a `kill -9` of its writers,
-which makes it the flight recorder: the supervisor and `/debug/timeline` read the rings.
+The supervisor creates it as a memfd, which has no name in /dev/shm, and hands the descriptor to ranks and front ends. Each rank
+writes only its own block. Readers tolerate a torn record. The board outlives a `kill -9` of its writers, so it is the flight
+recorder: the supervisor and `/debug/timeline` read the rings.
 """
 
 import mmap
@@ -32,7 +32,7 @@ WORDS = (
     "settled",  # last entry whose outcome was settled
     "beat_ns",  # last turn of the loop
     "phase",  # index into PHASES of what the loop is in
-    "collective",  # collectives entered so far on the device; on CUDA told while a step takes long
+    "collective",  # collectives entered so far on the device; on CUDA written while a step takes long
     "waits_for",  # 1 + the rank whose answer this one waits for, 0 for none
     "sums_with",  # 1 + the rank that the device waits for in a collective, 0 for none
     "digest",
@@ -89,7 +89,7 @@ class Board:
         return BoardWriter(self._map, block * _BLOCK)
 
     def clear(self, block: int) -> None:
-        """Forgets a dead rank's words; its spans stay for the flight record until they are overwritten."""
+        """Clears a dead rank's words. Its spans stay for the flight record until they are overwritten."""
         keep = (self._word(block, "loop_spans"), self._word(block, "device_spans"))
         self._map[block * _BLOCK : block * _BLOCK + 8 * len(WORDS)] = bytes(8 * len(WORDS))
         for name, value in zip(("loop_spans", "device_spans"), keep, strict=True):
@@ -99,7 +99,7 @@ class Board:
         return self._words[(block * _BLOCK + _OFFSET[name]) // 8]
 
     def state(self, block: int) -> RankState:
-        """What a rank's words say now; all zeros, and "absent", where there is none."""
+        """A rank's words now; all zeros and "absent" where there is no rank."""
         w = {name: self._word(block, name) for name in WORDS}
         return RankState(
             group=w["group"],
@@ -123,7 +123,7 @@ class Board:
         )
 
     def ranks(self) -> list[RankState]:
-        """Every rank that has ever shown itself and was not cleared since."""
+        """Every rank that has begun and was not cleared since."""
         return [s for s in map(self.state, range(self.blocks)) if s.pid]
 
     def spans(self, block: int, seconds: float) -> np.ndarray:
@@ -140,7 +140,7 @@ class Board:
 
 
 class BoardWriter:
-    """One rank's pen. `span` is called by the loop's thread, `device_span` by the device's thread only."""
+    """Writes one rank's block. Only the loop's thread calls `span`; only the device's thread calls `device_span`."""
 
     def __init__(self, memory: mmap.mmap, base: int):
         self._map = memory
@@ -153,7 +153,7 @@ class BoardWriter:
         return self._words[_OFFSET[name] // 8]
 
     def begin(self, group: int, rank: int, incarnation: int) -> None:
-        """Shows which rank this process is, and that it starts; readers look at who has a pid, so that comes last."""
+        """Shows which rank this process is, and that it starts. The pid is written last: readers look for a pid."""
         for name, value in (("group", group), ("rank", rank), ("incarnation", incarnation)):
             self.set(name, value)
         self.set("state", STATES.index("starting"))

@@ -1,7 +1,7 @@
 """The channel between a leader and its followers: entries one way, replies the other.
 
 On one machine each direction is a ring in anonymous shared memory with one writer and one reader, and a bell that wakes a
-sleeping reader. A message is delivered whole or the writer learns that the reader has fallen a whole ring behind.
+sleeping reader. A message is delivered whole, or the writer learns that the reader is a whole ring behind.
 """
 
 import mmap
@@ -41,7 +41,7 @@ class Ring:
         return self._words[offset // 8]
 
     def put(self, message: bytes) -> bool:
-        """Writes one message and wakes the reader; False when there is no room yet. ValueError if it can never fit."""
+        """Writes one message and wakes the reader. Returns False if there is no room yet; ValueError if it can never fit."""
         need = (4 + len(message) + 7) // 8 * 8
         if 2 * need > self._size:
             raise ValueError(f"a message of {len(message)} bytes is too large for a ring of {self._size}")
@@ -90,7 +90,7 @@ class LeaderEnd:
         return [ring.bell.fileno() for ring in self._back]
 
     def send(self, message: ToFollower) -> int:
-        """Delivers to all followers; returns the encoded size. Diverged when one does not read for most of `patience`."""
+        """Delivers to all followers; returns the encoded size. Raises Diverged if one does not read for most of `patience`."""
         data = self._encoder.encode(message)
         for i, ring in enumerate(self._out):
             if not ring.put(data):
@@ -133,6 +133,6 @@ class FollowerEnd:
         return messages
 
     def answer(self, reply: FromFollower) -> None:
-        """Replies are few and small: the window of unanswered entries is far below the ring."""
+        """Sends a reply. The ring has room for far more replies than there are unanswered entries."""
         if not self._back.put(self._encoder.encode(reply)):
             raise EngineDown("the leader has stopped reading replies")

@@ -1,10 +1,10 @@
-"""The channel over TCP, for a group whose ranks live on several machines: the two ends of `rank.channel` over ZeroMQ.
+"""The channel over TCP, for a group with ranks on several machines: the two ends of `process/channel.py` over ZeroMQ.
 
 The leader binds one socket per follower, on ports that the system chooses, and each takes one connection. Queues are bounded,
 and ZeroMQ's own thread moves the bytes, so neither side can block the other at its high-water mark. A connection that breaks
-stays broken: what was lost with it is missed as an answer, and the group fails closed.
+stays broken. The leader misses a follower's answer, and the group ends with an error.
 
-Used where followers are not children of the leader's supervisor; the address travels with their start:
+It serves followers that are not children of the leader's supervisor. They get the address when they start:
 
     address, leader_end = serve_followers(3, host="10.0.0.1")
     follower_end = connect(address, rank=2)
@@ -18,12 +18,12 @@ from slipstream.log.entries import FromFollower, ToFollower
 from slipstream.system.bell import Bell
 
 MAX_QUEUED_MESSAGES = 4096  # messages that one direction holds: many times the window of unanswered entries
-LINGER_MS = 1000  # milliseconds that the last messages get to leave when an end is closed
-HEARTBEAT_MS, PEER_LOST_MS = 2_000, 10_000  # milliseconds between heartbeats, and without one until the peer counts as gone
+LINGER_MS = 1000  # the last messages have this long to leave when an end is closed
+HEARTBEAT_MS, PEER_LOST_MS = 2_000, 10_000  # between heartbeats; without one for so long, the peer counts as gone
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a group's leader listens. Only who knows `key` can connect, so it is told to followers alone; it also encrypts."""
+    """The address of a group's leader. `key` encrypts, and only its holders can connect, so only followers may know it."""
 
     host: str
     ports: tuple[int, ...]  # by follower: ports[rank - 1]
@@ -33,8 +33,8 @@ class Address(msgspec.Struct, frozen=True):
 class Ends:
     """Sockets that are read without waiting, and descriptors that stay readable while something is unread.
 
-    ZeroMQ's descriptor tells of a message once, and any call on the socket may take that notice: so after each call that may
-    have taken one we look, and ring a bell of our own.
+    ZeroMQ's descriptor signals a message once, and any call on the socket may consume that signal. So after each such call we
+    look for messages and ring our own bell.
     """
 
     def __init__(self, sockets: list[zmq.Socket]):
@@ -64,7 +64,7 @@ class Ends:
         return True
 
     def _take(self) -> list[bytes]:
-        """All that has come, each peer's messages in their order."""
+        """All messages that have arrived, each peer's in order."""
         self._bell.clear()
         out: list[bytes] = []
         for socket in self._sockets:
@@ -82,7 +82,7 @@ class Ends:
 
 
 class LeaderEnd(Ends):
-    """The leader's side, with the methods of `rank.channel.LeaderEnd`."""
+    """The leader's side, with the methods of `process.channel.LeaderEnd`."""
 
     def __init__(self, sockets: list[zmq.Socket], patience: float):
         super().__init__(sockets)
@@ -103,7 +103,7 @@ class LeaderEnd(Ends):
 
 
 class FollowerEnd(Ends):
-    """A follower's side, with the methods of `rank.channel.FollowerEnd`."""
+    """A follower's side, with the methods of `process.channel.FollowerEnd`."""
 
     def __init__(self, socket: zmq.Socket):
         super().__init__([socket])
@@ -113,7 +113,7 @@ class FollowerEnd(Ends):
         return [self._decode(data) for data in self._take()]
 
     def answer(self, reply: FromFollower) -> None:
-        """EngineDown when the leader leaves a whole queue of replies unread, or is gone."""
+        """Sends a reply. Raises EngineDown if the leader is gone or leaves a whole queue of replies unread."""
         if not self._send(self._sockets[0], self._encode(reply), 0.0):
             raise EngineDown("the leader has stopped reading replies")
 
@@ -140,7 +140,7 @@ def serve_followers(count: int, host: str = "127.0.0.1", patience: float = 30.0)
 
 
 def connect(address: Address, rank: int) -> FollowerEnd:
-    """The end of follower `rank` (1 for the first). What it sends before the connection stands is kept."""
+    """The end of follower `rank` (1 for the first). Messages that it sends before it is connected are kept."""
     socket = _socket(address.host)
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_SERVERKEY, address.key.encode())

@@ -15,9 +15,9 @@ from slipstream.process.board import STATES, BoardWriter
 from slipstream.process.protocol import Ready, Setup, ToRank
 
 _PR_SET_PDEATHSIG = 1
-MAX_MESSAGE_BYTES = 1 << 18  # bytes: more than the kernel takes as one message
+MAX_MESSAGE_BYTES = 1 << 18  # more than the kernel takes as one message
 MAX_DESCRIPTORS = 250
-MAX_REASON_CHARS = 4000  # characters of a text that a child sends: its message must fit
+MAX_REASON_CHARS = 4000  # of a text that a child sends: its message must fit
 
 
 class Control:
@@ -59,14 +59,14 @@ class Control:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent (pid `parent`) ends; ends at once if it already has."""
+    """Makes the kernel kill this process when its parent (pid `parent`) ends. Exits at once if the parent has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def begin_member(fd: int, parent: int) -> tuple[Control, Setup, list[int]] | None:
-    """What every process of a group does first; None where the supervisor (pid `parent`) has gone.
+    """The first work of every process of a group. Returns None if the supervisor (pid `parent`) is gone.
 
     `fd` is its control socket. Signals are left to the supervisor, whose SIGUSR1 asks for this process's stacks.
     """
@@ -84,8 +84,8 @@ def begin_member(fd: int, parent: int) -> tuple[Control, Setup, list[int]] | Non
 
 
 def report_ready(control: Control, board: BoardWriter) -> None:
-    """What every process of a group does last before its loop."""
+    """The last work of every process of a group before its loop."""
     gc.collect()
-    gc.freeze()  # what is loaded stays: walking it took 80 ms in the midst of serving, and every stream stood still
+    gc.freeze()  # loaded objects stay: a collection that walked them stopped every stream for 80 ms
     board.set("state", STATES.index("ready"))
     control.send(Ready())

@@ -24,11 +24,11 @@ from slipstream.process.control import Control
 from slipstream.process.protocol import Begin, Fault, FromRank, Front, Loaded, Ready, Setup
 from slipstream.system.child import python_environment
 
-STACK_PRINT_S = 0.3  # seconds that ranks get to print their stacks before they are killed
+STACK_PRINT_S = 0.3  # ranks have this long to print their stacks before they are killed
 SUM_BYTES = 4 << 20  # a rank's part of each of the two buffers that ranks sum in; larger sums go in pieces
-BODY_BYTES = 6 << 20  # what a request may hold beside its prompt: a bias for each id of a large vocabulary, a grammar
-MAX_UNREAD_REPLIES = 256  # answers of a follower that may be unread: a few times the window of unanswered entries
-SPANS_KEPT_S = 60.0  # seconds of spans in a flight record
+BODY_BYTES = 6 << 20  # of a request besides its prompt: a bias for each id of a large vocabulary, a grammar
+MAX_UNREAD_REPLIES = 256  # of a follower: a few times the number of entries that may lack a reply
+SPANS_KEPT_S = 60.0  # spans in a flight record
 
 
 class State(enum.Enum):
@@ -39,7 +39,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a group holds and how it is started."""
+    """The ranks of a group and how they are started."""
 
     index: int
     engine: config.EngineConfig
@@ -80,7 +80,7 @@ class Group:
     # --- start
 
     def start(self) -> None:
-        """Starts a new incarnation's processes; `on_message` and `check` take it from there."""
+        """Starts the processes of a new incarnation. `on_message` and `check` handle the rest of the start."""
         spec = self.spec
         self.incarnation += 1
         self.started_ns = time.monotonic_ns()
@@ -115,7 +115,7 @@ class Group:
         if not control.send(setup, descriptors):
             self.refused = True
             self.fail(
-                f"rank {rank} of {spec.size} could not be told its part: the configuration has {len(engine)} bytes and "
+                f"rank {rank} of {spec.size} could not be sent its configuration: it has {len(engine)} bytes and "
                 f"{len(descriptors)} descriptors go with it; a --chat-template can be a file, and one group is for few ranks"
             )
         return Member(rank, process, control, os.pidfd_open(process.pid))
@@ -161,7 +161,7 @@ class Group:
                 m.control.send(self.begin)
 
     def on_exit(self, member: Member) -> None:
-        """A rank process has ended by itself."""
+        """Fails the group after a rank process has ended by itself."""
         while self._readable(member):  # its last words
             self.on_message(member)
         if self.failure is None:
@@ -193,7 +193,7 @@ class Group:
         return s.launched > s.arrived and now - max(s.launched_ns, s.arrived_ns) > timeout * 1e9
 
     def where(self, rank: int) -> str:
-        """Where a rank stands, in words."""
+        """Describes where a rank stands."""
         s = self.board.state(self.spec.first_block + rank)
         return (
             f"it stood at entry {s.applied} in {s.phase}, had launched {s.launched} and settled {s.settled}, "
@@ -231,9 +231,8 @@ class Group:
     def record(self, folder: pathlib.Path) -> pathlib.Path:
         """Writes every rank's flight record (words and latest spans) as JSON; returns the file.
 
-        Raises OSError where it cannot be written whole, and leaves nothing.
-
-        The board still has spans of the incarnation before, which counted its entries from 0 too: these are left out.
+        Raises OSError and leaves no file if it cannot be written whole. The board still has spans of the previous incarnation,
+        which also counted its entries from 0. These spans are left out.
         """
         ranks = []
         for rank in range(self.spec.size):
@@ -255,22 +254,22 @@ class Group:
 
 
 def flight_of(span: np.void) -> dict[str, int | str]:
-    """A span as a flight record has it. `digest` is the replica's after the last entry that the rank had answered."""
+    """A span in the form of a flight record. `digest` is the replica's after the last entry that the rank had answered."""
     numbers = {name: int(span[name]) for name in ("entry", "start", "end", "collective")}
     return {"phase": PHASES[span["phase"]], **numbers, "digest": f"{int(span['digest']):016x}"}
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of ranks and front ends: ours without the key."""
+    """The environment of ranks and front ends: that of this process without the API key."""
     return {k: v for k, v in python_environment().items() if k != "SLIPSTREAM_API_KEY"}
 
 
 def rank_environment() -> dict[str, str]:
-    """A rank's. What the caller has set stands.
+    """The environment of a rank. Variables that the caller has set are kept.
 
-    Weights lie in huge pages where glibc can ask for them, which makes a CPU's step a seventh shorter; glibc asks for them in
-    its first arena only, so a rank has no other. Threads that wait for each other sleep soon (`device.cpu_threads` says why):
-    by itself PyTorch's OpenMP spins for milliseconds.
+    Weights lie in huge pages where glibc can ask for them, which makes a CPU's step a seventh shorter. glibc asks for them only
+    in its first arena, so a rank has no other arena. Threads that wait for each other sleep soon (`device/cpu/threads.py` says
+    why). PyTorch's OpenMP would otherwise spin for milliseconds.
     """
     environment = child_environment()
     environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1")

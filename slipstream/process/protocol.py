@@ -29,9 +29,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The client is gone, or a stop string was found.
+    """The client has left, or a stop string was found.
 
-    `kept` is the count of generated tokens that remain part of the answer; pages beyond are not cached. -1 keeps all.
+    `kept` is the count of generated tokens that remain part of the answer; pages beyond them are not cached. -1 keeps all.
     The leader still answers with `Finished(reason="abort")`.
     """
 
@@ -40,7 +40,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """Committed tokens of one settle: column i is (ids[i], tokens[i]). A request may stand in several columns, in order."""
+    """Committed tokens of one settle: column i is (ids[i], tokens[i]). A request may have several columns, in order."""
 
     ids: bytes  # int64 little-endian request ids
     tokens: bytes  # int32 little-endian token ids
@@ -87,7 +87,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
     running: int
     waiting: int
-    pages_used: int  # referenced by requests (cached pages that nobody holds are not counted)
+    pages_used: int  # referenced by requests (cached pages without a reference are not counted)
     pages_total: int
     steps: dict[str, int]  # launched steps by phase order: "no_overlap", "overlap", "late_sample"
     host_seconds: dict[str, float]  # by phase: "plan", "publish", "launch", "settle"
@@ -103,7 +103,7 @@ ToLeader = Submit | Abort
 ToFront = Tokens | Started | PromptLogprobs | Finished | Refused | Load
 
 
-# Between the supervisor and a front end: one SEQPACKET message each, msgpack, descriptors beside it as SCM_RIGHTS.
+# Between the supervisor and a front end: one SEQPACKET message each, msgpack, with its descriptors as SCM_RIGHTS.
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -165,7 +165,7 @@ ToFrontControl = Hello | Attach | Down | Drain
 ToSupervisor = Listening | Lost
 
 
-# Between the supervisor and a rank: one SEQPACKET message each, msgpack, descriptors beside it.
+# Between the supervisor and a rank: one SEQPACKET message each, msgpack, with its descriptors.
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +194,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor -> rank: the minimum over the ranks; allocate, warm up, then say Ready."""
+    """Supervisor -> rank: the minimum over the ranks. The rank allocates, warms up, then sends Ready."""
 
     limits: Limits
 

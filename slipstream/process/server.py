@@ -22,7 +22,7 @@ EXAMPLE = "Name the capital of France."  # its greedy answer has a clear margin 
 
 
 class Others(NamedTuple):
-    """The groups of a composite model beside its language model's (`graph.launch`), and what front ends need for them."""
+    """The groups of a composite model besides its language model's (`graph.launch`), and what front ends need for them."""
 
     specs: list[Spec]  # of one rank each; their place on the board is given here
     graph: str
@@ -50,7 +50,7 @@ def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: 
 
 
 def listen(server: config.ServerConfig) -> socket.socket:
-    """Binds before anything is loaded, so that a taken port is told at once. ConfigError when it cannot."""
+    """Binds before anything is loaded, so that a port in use is reported at once. Raises ConfigError if it cannot."""
     if server.uds is not None:
         if is_stale_socket(server.uds):
             pathlib.Path(server.uds).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def listen(server: config.ServerConfig) -> socket.socket:
 
 
 def is_stale_socket(path: str) -> bool:
-    """Whether `path` is a socket that nobody listens on."""
+    """Whether `path` is a socket without a listener."""
     if not pathlib.Path(path).is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -90,7 +90,7 @@ def add_fronts(
     others: Others,
     descriptors: list[int],
 ) -> None:
-    """Starts `--api-server-count` front ends, which accept on one socket and share what must look like one server's."""
+    """Starts `--api-server-count` front ends. They accept on one socket and share the state of one server."""
     count = server.api_server_count
     if count > 1 and others.graph:
         raise ConfigError("--api-server-count: a model of several components has one front end")
@@ -115,5 +115,5 @@ def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: soc
     question = f'{{"role": "user", "content": "{EXAMPLE}"}}'
     body = f'{{"model": "{name}", "messages": [{question}], "temperature": 0, "max_tokens": 64}}'
     json = "-H 'Content-Type: application/json'"
-    with contextlib.suppress(OSError):  # nobody reads it; the server serves all the same
+    with contextlib.suppress(OSError):  # stdout is closed; the server goes on
         print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)

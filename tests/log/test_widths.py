@@ -141,7 +141,7 @@ def test_a_request_preempted_before_its_accepted_count_is_known_goes_on_where_it
         ([(0, 0, 5, 1)], "samples 1"),
         ([(0, 0, 2, 0), (0, 2, 2, 0)], "appear once"),
         ([(1, 0, 2, 0)], "row of slot 1"),
-        ([(9, 0, 2, 0)], "must be one of 4"),
+        ([(9, 0, 2, 0)], "each must be one of 4"),
     ],
 )
 def test_a_row_that_does_not_fit_its_request_is_refused_and_changes_nothing(rows, why: str):

@@ -38,7 +38,7 @@ def test_what_joins_a_step_is_a_known_size_or_the_room_that_is_left(cap: int, de
 
 
 @given(caps, st.floats(1e-5, 0.02), st.floats(1e-7, 1e-3), st.floats(1e-3, 0.1), st.floats(1.0, 3.0))
-def test_a_larger_wish_never_gives_a_smaller_chunk(cap: int, base: float, per_token: float, target: float, more: float):
+def test_a_larger_target_never_gives_a_smaller_chunk(cap: int, base: float, per_token: float, target: float, more: float):
     small = Budget(cap, target, base, per_token, cap).prompt_tokens(1)
     assert Budget(cap, target * more, base, per_token, cap).prompt_tokens(1) >= small
     assert Budget(cap, target, base * more, per_token, cap).prompt_tokens(1) <= small
@@ -66,7 +66,7 @@ def test_beside_decoding_rows_the_chunk_starts_small_and_at_most_doubles_with_ea
     assert all(b <= 2 * a for a, b in zip(found, found[1:], strict=False))
 
 
-def test_ff27_measured_steps_set_the_chunk_so_that_streams_keep_their_wish():
+def test_ff27_measured_steps_set_the_chunk_so_that_streams_keep_their_target():
     budget = Budget(8192, 0.016)
     for _ in range(50):
         budget.observe(StepLoad(16, 0), 0.003)
@@ -76,7 +76,7 @@ def test_ff27_measured_steps_set_the_chunk_so_that_streams_keep_their_wish():
     assert 0.003 + 17e-6 * n <= 0.016 < 0.003 + 17e-6 * 2 * n
 
 
-def test_a_step_beside_decoding_rows_comes_near_to_what_the_wish_allows():
+def test_a_step_with_decoding_rows_comes_near_to_what_the_target_allows():
     """16 rows and 3 ms + 17 us a token, of 16 ms: quantizing costs less than a twelfth of the prefill rate."""
     budget = Budget(2048, 0.016)
     for _ in range(12):
@@ -88,9 +88,9 @@ def test_a_step_beside_decoding_rows_comes_near_to_what_the_wish_allows():
     assert n / seconds >= 11 / 12 * 0.013 / 17e-6 / 0.016
 
 
-def test_a_prompts_end_and_the_next_ones_beginning_both_come_near_to_the_wish():
+def test_a_prompts_end_and_the_next_ones_beginning_both_come_near_to_the_target():
     """Prompts of 24,000 tokens one after the other beside 16 rows: 3.5 ms, and 14 to 28 us a token from beginning to end."""
-    budget, wish = Budget(2048, 0.019), 0.019
+    budget, target = Budget(2048, 0.019), 0.019
     steps = []
     for _ in range(12):
         context = 0
@@ -102,8 +102,8 @@ def test_a_prompts_end_and_the_next_ones_beginning_both_come_near_to_the_wish():
             steps.append(seconds)
             context += n
     learned = steps[len(steps) // 2 :]
-    assert max(learned) <= wish * 1.02
-    assert sum(learned) / len(learned) >= 0.92 * wish
+    assert max(learned) <= target * 1.02
+    assert sum(learned) / len(learned) >= 0.92 * target
 
 
 def test_short_prompts_between_do_not_make_long_ones_steps_too_long():
@@ -152,7 +152,7 @@ def test_one_hiccup_of_the_machine_does_not_stop_the_prompts():
 
 
 def test_rows_that_became_slow_while_prompts_were_always_under_way_are_measured_again():
-    """3 ms of decoding become 25, of a wish of 16: a chunk may still take a quarter of it; one step in many goes without."""
+    """3 ms of decoding become 25, of a target of 16: a chunk may still take a quarter of it; one step in many goes without."""
     budget = Budget(2048, 0.016)
     steps = []
     for i in range(600):
@@ -177,7 +177,7 @@ def test_rows_first_measured_in_a_hiccup_do_not_make_every_step_the_longest():
 
 
 def test_a_device_too_slow_for_the_wish_still_takes_prompts_in():
-    """Rows that take longer than the wish by themselves: a chunk may then take a quarter of it, not a page at a time."""
+    """Rows that take longer than the target by themselves: a chunk may then take a quarter of it, not a page at a time."""
     budget = Budget(2048, 0.1, base_s=0.15, token_s=1e-4, largest_chunk_tokens=2048)
     assert budget.prompt_tokens(8) * 1e-4 >= 0.02
 

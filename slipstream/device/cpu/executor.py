@@ -1,7 +1,7 @@
 """The CPU executor: one worker thread per rank is its in-order stream (docs/design.md, "The device").
 
-Calls only put work into a queue; the worker thread owns the model, the cache and the slot tables, and nobody else touches them.
-Arrived outcomes are announced by a bell.
+Calls only put work into a queue. Only the worker thread touches the model, the cache and the slot tables. A bell announces
+outcomes.
 """
 
 import collections
@@ -104,14 +104,14 @@ class CpuExecutor:
         samples = [torch.zeros_like(cache[0]) for cache in caches]
         begin = time.perf_counter()
         for cache, sample in zip(caches, samples, strict=True):
-            cache[0].copy_(sample)  # the null page, which holds nothing of anybody
+            cache[0].copy_(sample)  # the null page, which belongs to no request
         return 2 * (time.perf_counter() - begin)
 
     def _call(self, work: Callable[[], T]) -> T:
         """Runs `work` on the worker thread and waits for it: before the first step only.
 
-        All tensor work is the worker's: OpenMP keeps a team per thread that calls it, and with more team members than cores
-        they sleep between operations instead of spinning, which costs a quarter of a step.
+        The worker does all tensor work. OpenMP keeps a team of threads for each thread that calls it. With more team members
+        than cores, they sleep between operations instead of spinning, which costs a quarter of a step.
         """
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -169,7 +169,7 @@ class CpuExecutor:
         return self._bell.fileno()
 
     def close(self) -> None:
-        """Ends the worker after what is queued. A worker that waits for a dead peer is left to the process's end."""
+        """Ends the worker after its queued work. A worker that waits for a dead peer ends with the process."""
         self._work.put(None)
         if self._thread.is_alive():
             self._thread.join(5.0)

@@ -1,4 +1,4 @@
-"""What this machine's CPU and memory offer a rank: number type, threads, pages."""
+"""A rank's share of this machine's CPU and memory: number type, threads, pages."""
 
 import math
 import mmap

@@ -1,8 +1,8 @@
 """How many threads a step on the CPU gets: all that the rank has, or one while other programs want its cores.
 
 PyTorch's threads wait for each other after every layer, some hundred times a step. Where one of them has lost its core to
-another program, the others wait for a slice of the kernel's scheduler each time, and a step takes 20 to 40 times as long. One
-thread waits for no other.
+another program, the others wait for a slice of the kernel's scheduler each time, and a step takes 20 to 40 times as long. A
+single thread does not wait.
 """
 
 import os
@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 import torch
 
-MIN_LEARNED_WORK_S = 0.005  # of work, below which nothing is learned
-MIN_RUNNING_SHARE = 0.75  # of its time that the working thread ran, on average, below which others are taken to want the cores
-SMOOTHING = 0.3  # weight of the latest work in that average: a hiccup of the machine is no sign
-HOLD_S = 0.5  # of one thread before the machine is looked at again ...
-MAX_HOLD_S = 8.0  # ... which doubles up to so many where all threads turn out to lose their cores again
-MIN_FREE_CORE_SHARE = 0.7  # of a core that must have been free for each further thread
+MIN_LEARNED_WORK_S = 0.005  # shorter work is not measured
+MIN_RUNNING_SHARE = 0.75  # where the working thread runs a smaller share of its time, other programs want the cores
+SMOOTHING = 0.3  # weight of the latest work in the average share: a hiccup of the machine changes little
+HOLD_S = 0.5  # time with one thread before the machine is examined again ...
+MAX_HOLD_S = 8.0  # ... which doubles up to this where all threads lose their cores again
+MIN_FREE_CORE_SHARE = 0.7  # this much of a core must have been free for each further thread
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def free_seconds() -> float:
-    """Seconds that the machine's cores have been free, together, since it started; as if always where the system does not say.
+    """Seconds that all cores together have been free since the machine started; if the system has no count, all its time.
 
-    Free are idle cores, those that wait for a disk, and those with programs that stand back for everybody (`nice`).
+    A core is free if it is idle, waits for a disk, or runs a program of low priority (`nice`).
     """
     try:
         with open("/proc/stat", "rb") as f:
@@ -42,8 +42,8 @@ class Crew:
         self._free = free
         self._hold = HOLD_S
         self._kept = 1.0
-        self._since = 0.0  # when the last look at the machine was ...
-        self._free_then = 0.0  # ... and what it said
+        self._since = 0.0  # the time of the last look at the machine ...
+        self._free_then = 0.0  # ... and its free seconds then
         self._well_since = 0.0  # since when all threads have kept their cores
         torch.set_num_threads(most)
 
@@ -58,7 +58,7 @@ class Crew:
         self.observe(time.monotonic(), time.monotonic() - wall, time.thread_time() - ran)
 
     def observe(self, now: float, wall: float, ran: float) -> None:
-        """A piece of work took `wall` seconds up to `now`, of which its thread ran for `ran`."""
+        """Learns from a piece of work that took `wall` seconds up to `now`, of which its thread ran for `ran`."""
         if self.count == 1 or wall < MIN_LEARNED_WORK_S:
             return
         self._kept += SMOOTHING * (ran / wall - self._kept)
@@ -68,7 +68,7 @@ class Crew:
             self._since, self._free_then = now, self._free()
 
     def look(self, now: float) -> None:
-        """Takes all threads again once the machine has had cores free for them since the last look."""
+        """Uses all threads again if the machine has had free cores for them since the last look."""
         passed = now - self._since
         if passed < self._hold:
             return

@@ -1,7 +1,7 @@
 """The CUDA executor: slot tables on the device, captured steps, outcomes from a ring (docs/design.md, "The device").
 
 One stream carries everything in order; a second one copies outcomes. All calls of an executor come from one thread, queue work
-and return. Between plan and settle nothing waits for the device, allocates on it in a way that waits, or reads from it.
+and return. Between plan and settle no call waits for the device, reads from it, or allocates memory in a way that waits.
 """
 
 import collections
@@ -40,16 +40,16 @@ from slipstream.ops.interface import JudgedRows, Ops
 from slipstream.shard import Shard, split_evenly
 from slipstream.weights.packed import Packed
 
-PAGE_SIZE = 64  # tokens of a page unless the user says otherwise: what the copy engine brings at once (`attention.TILE`)
-WIDTH = 1  # tokens that a row may give: nothing drafts yet
-DEPTH = 8  # places of the outcome ring, and launches that may be in flight
-SLOW_STEP_S = 0.5  # after which a step's barriers are looked at
-WORKSPACE = ":0:0"  # of cuBLAS: with room for partial products it splits K where that costs more (docs/gpu_log.md)
-_CONNECT_TIMEOUT_S = 120.0  # that the ranks of a group may take to find each other
+PAGE_SIZE = 64  # default tokens of a page: the copy engine loads as many at once (`attention.TILE`)
+WIDTH = 1  # tokens that a row may give: there are no drafts on CUDA yet
+DEPTH = 8  # launches that may be in flight, and places of the outcome ring
+SLOW_STEP_S = 0.5  # a step that takes longer has its barriers reported
+CUBLAS_WORKSPACE = ":0:0"  # none: with a workspace, cuBLAS splits K where that costs more (docs/gpu_log.md)
+_CONNECT_TIMEOUT_S = 120.0  # the ranks of a group must find each other within this time
 
 
 class OnDevice:
-    """A checkpoint whose tensors are read straight onto a device."""
+    """A checkpoint that reads its tensors directly onto a device."""
 
     def __init__(self, checkpoint: Any, device: torch.device):
         self._checkpoint, self._device = checkpoint, device
@@ -65,22 +65,22 @@ class OnDevice:
 
 
 class LaunchBuffers:
-    """One launch: its host buffers, its events, what its outcome needs. Handed out again only after the outcome was taken."""
+    """One launch's host buffers and events, and the data for its outcome. It is used again when the outcome has been taken."""
 
     def __init__(self, pages: int, inputs: int, outcome: int):
         self.buffers = StepBuffers(pages, inputs, outcome)
         self.started = torch.cuda.Event(enable_timing=True)
-        self.ended: torch.cuda.Event  # outlives these buffers: the next step is placed in time by it
+        self.ended: torch.cuda.Event  # not reused with these buffers: the next step's time is measured from it
         self.arrived = torch.cuda.Event()
         self.seq = -1
-        self.at = 0.0  # of its launch, seconds
+        self.at = 0.0  # time of the launch, seconds
         self.judged = 0  # rows
         self.masked: frozenset[int] = frozenset()  # judged rows under a grammar's mask
         self.extras: Extras | None = None
 
 
 class CudaExecutor:
-    """A `device.executor.Executor`. Loads this rank's part of the model when made."""
+    """A `device.executor.Executor`. The constructor loads this rank's part of the model."""
 
     def __init__(
         self, checkpoint: Any, config: EngineConfig, shard: Shard, device: torch.device, file: str = "",
@@ -95,7 +95,7 @@ class CudaExecutor:
         self.config, self.shard, self.device, self.board = config, shard, device, board
         self.page_size = config.block_size or PAGE_SIZE
         torch.cuda.set_device(device)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
         self.stream, self._side = torch.cuda.Stream(device), torch.cuda.Stream(device)
         torch.cuda.set_stream(self.stream)
         self.symmetric = Symmetric(device, shard.rank, shard.size)
@@ -133,7 +133,7 @@ class CudaExecutor:
         return Capacity(limits._replace(width=WIDTH), self.weight_bytes)
 
     def _profile(self, needs: CacheNeeds) -> int:
-        """Bytes that the largest step takes besides weights and caches: measured by running it on nobody's rows."""
+        """Bytes that the largest step takes besides weights and caches, measured by running it on padding rows."""
         tables = tuple(TableLimits(0, window) for window in needs.windows)
         self._allocate(Limits(tables, needs.slots, min(needs.max_len, 1024), self.page_size, width=WIDTH))
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -147,7 +147,7 @@ class CudaExecutor:
         return step
 
     def start(self, limits: Limits) -> None:
-        """Allocates everything that outlives a step, compiles by running the largest shapes, then captures."""
+        """Allocates all that outlives a step, compiles kernels by running the largest shapes, then captures the graphs."""
         self._allocate(limits)
         slots = limits.slots
         self._graphs = Graphs(self.stream, self.config.enforce_eager)
@@ -258,7 +258,7 @@ class CudaExecutor:
         gather_kernel[(judged, -(-size // 1024))](hidden, self.inputs.sample_token, self.hidden, H=size, B=1024)
 
     def _head_and_sample(self, rows: int) -> None:
-        """The output layer, this rank's best of each row, and the exchange; for rows that need nothing else."""
+        """The output layer, this rank's best id of each row, and the exchange, for rows that need only that."""
         self.sampler.sample(self._logits(rows), rows)
 
     def _logits(self, rows: int) -> Tensor:
@@ -376,10 +376,10 @@ class CudaExecutor:
         return out
 
     def _look_at(self, flight: LaunchBuffers) -> None:
-        """Where a step takes long, reports to the board how many barriers this rank's kernels have passed.
+        """While a step takes long, reports to the board how many barriers this rank's kernels have passed.
 
-        Of ranks that wait for one another, the one with the fewest is the one that hangs. The copy has a stream of its own, so
-        it does not wait for the step.
+        The rank with the fewest barriers is the one that hangs; the others wait for it. The copy has its own stream, so it does
+        not wait for the step.
         """
         now = time.monotonic()
         if self.board is None or now < max(flight.at, self._looked_at) + SLOW_STEP_S or not self._look.query():
@@ -412,7 +412,10 @@ class CudaExecutor:
         return outcome
 
     def _span(self, flight: LaunchBuffers, length: int) -> None:
-        """The step's place on the host's clock: lengths and gaps are the device's, anchored when an idle one resumed."""
+        """Writes the step's span to the board in host time.
+
+        Lengths and gaps are the device's times. They are anchored to the host's clock when the device resumes after a pause.
+        """
         assert self.board is not None
         now = time.monotonic_ns()
         end = now
@@ -424,7 +427,7 @@ class CudaExecutor:
         self._clock = flight.ended, end
 
     def fileno(self) -> None:
-        """Outcomes are polled: a query costs a microsecond, waking a thread tens."""
+        """None: outcomes are polled. A query takes a microsecond; waking a thread takes tens of them."""
         return None
 
     def close(self) -> None:
@@ -436,10 +439,10 @@ class CudaExecutor:
 def build_cuda(
     config: EngineConfig, model_path: str, rank: int, size: int, collective: int, board: DeviceProgress | None
 ) -> tuple[Executor, dict]:
-    """One rank's executor and the model's config. Through the memory `collective` the ranks agree on a file to connect by."""
+    """One rank's executor and the model's config. The ranks agree through the memory `collective` on a file to connect by."""
     from slipstream.weights.checkpoint import open_checkpoint
 
-    # multicast needs rights that shared hosts do not give
+    # NVLink multicast needs permissions that shared hosts do not give
     os.environ |= {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
     device = choose_device(rank, size)
     file = ""

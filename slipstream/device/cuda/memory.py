@@ -1,4 +1,4 @@
-"""What a GPU offers a rank, and what of its memory is for caches."""
+"""A rank's GPU: its choice, number type, and the memory for caches."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError
 from slipstream.log.caches import CacheLayout, Latent, Paged, Window
 
 GIB = 1 << 30
-_RESERVED_BYTES = GIB  # captured graphs' own memory, library workspaces, what the allocator cannot reuse
+_RESERVED_BYTES = GIB  # for captured graphs, library workspaces and memory that the allocator cannot reuse
 
 
 def resolve_dtype(name: str) -> torch.dtype:

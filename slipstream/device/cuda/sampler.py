@@ -25,7 +25,7 @@ _NOBODY = SamplingParams(temperature=0.0)
 
 @dataclass(eq=False)
 class HostCopy:
-    """A device tensor on its way into pinned memory of its own."""
+    """A device tensor that is being copied into its own pinned memory."""
 
     device: Tensor
     host: Tensor = field(init=False)
@@ -52,7 +52,7 @@ class LogprobRows:
 
 @dataclass(eq=False)
 class Extras:
-    """What an outcome holds besides its tokens."""
+    """The data of an outcome besides its tokens."""
 
     logprobs: list[tuple[list[int], LogprobRows]] = field(default_factory=list)  # (rows of the outcome, what they want)
     prompts: list[tuple[int, int, list[LogprobRows]]] = field(default_factory=list)  # (slot, start, pieces)
@@ -159,12 +159,12 @@ class CudaSampler:
         return host.to(self.device, non_blocking=True)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """[n, part] of every rank to a copy [n, vocab]."""
+        """Gathers [n, part] of every rank into a copy [n, vocab]."""
         s = self.symmetric
         if s.size == 1:
             return logits
         n = logits.shape[0]
-        self.barrier()  # the peers have read what was there before
+        self.barrier()  # the peers have read the previous contents
         s.logits.local[:n, : logits.shape[1]] = logits
         self.barrier()
         return torch.cat([peer[:n, : b - a] for peer, (a, b) in zip(s.peer_logits, self.parts, strict=True)], dim=1)

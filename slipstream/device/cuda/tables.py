@@ -1,7 +1,8 @@
-"""What the CUDA device holds by slot, and the inputs of a step: device tables written by queued work only.
+"""The slot tables of the CUDA device and the inputs of a step. Only queued work writes the device tables.
 
-Slot `slots` is nobody's: padding rows name it, its page tables are all zeros, so they write into page 0 and read nothing of
-anyone. Host buffers are pinned and belong to one launch each (`StepBuffers`), so none is written while a copy still reads it.
+Slot `slots` belongs to no request (`nobody`). Padding rows name it. Its page tables are all zeros, so padding rows write into
+page 0 and read no request's data. Host buffers are pinned, and each belongs to one launch (`StepBuffers`). So no buffer is
+written while a copy still reads it.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def round_up(n: int, unit: int) -> int:
 
 
 class StepBuffers:
-    """One launch's pinned memory: page-table places, the step's rows, and where its outcome lands."""
+    """One launch's pinned memory: changes of page tables, the step's rows, and its outcome."""
 
     def __init__(self, pages: int, inputs: int, outcome: int):
         self.pages, self.inputs, self.outcome = pinned(4 * pages), pinned(inputs), pinned(outcome)
@@ -47,7 +48,7 @@ class CudaTables:
         slots, max_len = limits.slots, limits.max_len
         self.slots, self.max_len, self.width = slots, max_len, limits.width
         self.columns = round_up(max_len // limits.page_size + 1, 16)
-        self.places = len(limits.tables) * slots * self.columns  # that a step can write at most
+        self.places = len(limits.tables) * slots * self.columns  # the most places that a step can write
         options = {"dtype": torch.int32, "device": device}
         self.tokens = torch.zeros((slots + 1, round_up(max_len + 1, 16)), **options)
         self.pages = torch.zeros((len(limits.tables), slots + 1, self.columns), **options)
@@ -61,9 +62,10 @@ class CudaTables:
         self._sent = [torch.cuda.Event() for _ in range(slots)]
 
     def init_slot(self, slot: int, request: Request) -> None:
-        """Queues a new owner's prompt and parameters; clears its page tables.
+        """Queues a new request's prompt and parameters, and clears the slot's page tables.
 
-        The slot's host buffer is used again only when the copy from it has ended: pinning memory takes milliseconds.
+        The slot's host buffer is reused if the last copy from it has ended. Otherwise a new one is pinned, which takes
+        milliseconds.
         """
         n, sampling = request.prompt_len, request.sampling
         base = mix(mix(sampling.seed & _U64) ^ sampling.choice)
@@ -96,7 +98,7 @@ class CudaTables:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each column of a step's inputs lies in one int32 buffer, so that one copy brings them all."""
+    """The place of each column of a step's inputs in one int32 buffer, so that one copy moves them all."""
 
     tokens: int
     judged: int  # tokens
@@ -114,9 +116,9 @@ class Layout:
 
 
 class StepInputs:
-    """The device's columns of a step. counts: (tokens of decode rows, what `Cutter.cut` returns, 0).
+    """The device's columns of a step. counts: (tokens of decode rows, the result of `Cutter.cut`, 0).
 
-    A row has `width` places among the judged tokens; those that it does not use are nobody's.
+    A row has `width` places among the judged tokens. Places that it does not use get the slot `nobody`.
     """
 
     def __init__(self, layout: Layout, cutter: Cutter, width: int, device: torch.device):
@@ -126,18 +128,18 @@ class StepInputs:
             self.slots, self.positions, self.sample_token, self.sample_slot, self.sample_position, self.parts, self.counts
         ) = layout.split(self.buffer)  # fmt: skip
         self.ids = torch.zeros(layout.tokens, dtype=torch.int32, device=device)
-        # of the rows of a pure decode step; `slots` are the tokens'
+        # the slots of the rows of a pure decode step; `slots` has one value for each token
         self.row_slots = self.slots if width == 1 else torch.zeros(layout.judged // width, dtype=torch.int32, device=device)
 
     def upload_slots(self, slots: np.ndarray, padded: int, nobody: int, buffers: StepBuffers) -> None:
-        """The rows of a pure decode step; everything else of it comes from the tables."""
+        """Queues the rows of a pure decode step. All other inputs come from the tables."""
         view = buffers.inputs_view
         view[: len(slots)] = slots
         view[len(slots) : padded] = nobody
         self.row_slots[:padded].copy_(buffers.inputs[:padded], non_blocking=True)
 
     def upload_step(self, batch: Batch, padded: int, nobody: int, buffers: StepBuffers) -> None:
-        """All columns of a step of `padded` tokens that has prompt chunks."""
+        """Queues all columns of a step with prompt chunks, padded to `padded` tokens."""
         view = self.layout.split(buffers.inputs_view)
         slots, positions, sample_token, sample_slot, sample_position, parts, counts = view
         ends = np.cumsum(batch.counts)

@@ -19,7 +19,7 @@ from slipstream.weights.packed import Packed, join
 
 _ROW_BYTES = 1 << 30  # dense copies kept for steps of one row at most: 15 % faster than packed in bfloat16
 _NEAR = 2.0**-6  # of a row's best logit: two steps of bfloat16
-_MOST_NEAR = 64  # candidates a row on average; more are no close race
+_MOST_NEAR = 64  # candidates a row on average; with more, the best ones are not computed again
 _WINDOW = 256  # logits that are looked at one by one only where the best of them is near
 _use_onednn = torch._C._set_mkldnn_enabled
 _linear = torch.ops.mkldnn._linear_pointwise.default

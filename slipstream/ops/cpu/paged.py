@@ -1,12 +1,12 @@
 """Paged attention in plain PyTorch, and the layout of a step that it needs.
 
 The cache of a layer is one tensor [pages + 1, page_size, 2 * key heads, head_dim]: keys, then values, of a token side by
-side, so that one write and one gather serve both. Page 0 is the null page: nobody's, always zero here, what padding columns
-read.
+side, so that one write and one gather serve both. Page 0 is the null page. It belongs to no request and is always zero here;
+padding columns read it.
 
-Rows of one token attend together over gathered pages; a longer row attends to what its request had before (gathered, no mask)
-and to itself (causal), and the two are joined by their log-sum-exp, so no mask of tokens times context is ever made. In a layer
-with a window, a longer row attends under a mask to the pages that its window reaches.
+Rows of one token attend together over gathered pages. A longer row attends to the earlier tokens of its request (gathered,
+without a mask) and to itself (causal). The two results are joined by their log-sum-exp, so a mask of tokens times context is
+never made. In a layer with a window, a longer row attends under a mask to the pages that its window reaches.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ from torch import Tensor
 from slipstream.ops.interface import Attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_PAST_TOKENS = 64  # what a chunk reads of the cache is padded to a multiple of this
-_WIDE = 16  # pages from which rows of very different lengths are no longer padded to one length
+_PAST_TOKENS = 64  # the cached tokens that a chunk reads are padded to a multiple of this
+_WIDE = 16  # pages; from here on, rows of very different lengths are not padded to one length
 
 
 def padded_rows(rows: int) -> int:

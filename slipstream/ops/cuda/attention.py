@@ -3,9 +3,9 @@
 """Paged attention in Triton: decode rows split over the cache, prompt rows in blocks; both read tables and lengths on the device.
 
 The cache of one layer is [pages + 1, key heads, page_size, head_dim] for keys and for values: the tokens of one head in one page
-lie together, so that a program reads whole pages in a row. Where it has another dtype than the activations, the kernels that read
-by address convert what they read; those that take tiles need one dtype. Page 0 is nobody's. Grids follow from captured sizes, and programs without
-work leave at once; how prompts are cut comes with a step's inputs (`ops.prompt_blocks`).
+lie together, so that a program reads whole pages in a row. If the cache has another dtype than the activations, the kernels that
+read by address convert the values; those that read tiles need one dtype. Page 0 belongs to no request. Grids follow from captured
+sizes, and programs without work end at once. A step's inputs say how its prompts are cut (`ops.prompt_blocks`).
 """
 
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -64,8 +64,8 @@ def decode_parts_kernel(
 ):  # fmt: skip
     """Cuts the caches of up to `rows` decode rows into at most `room` parts int32 [*, 5], longer ones into more, and counts them.
 
-    A part is (row, first token, end, parts of its row, the row's first part). How few tokens a part has follows from how many
-    rows there are (measured: docs/gpu_log.md), and more where there is no room; rows from `limit` int32 [1] on do not decode.
+    A part is (row, first token, end, parts of its row, the row's first part). The least size of a part follows from the number of
+    rows (measured: docs/gpu_log.md); parts are larger if `room` is too small. Rows from `limit` int32 [1] on do not decode.
     """
     r = tl.arange(0, R)
     real = tl.minimum(rows, tl.load(limit))
@@ -241,8 +241,8 @@ def prefill_kernel(
 ):  # fmt: skip
     """Blocks of up to M consecutive tokens of one request, by query head, causal over the request's whole cache.
 
-    parts int32 [*, COLUMNS] of blocks, counts int32 [2] of them real and of those, the first, that have programs for themselves:
-    see `ops.prompt_blocks`, which cuts them so that as many programs as there are multiprocessors end at about the same time.
+    parts int32 [*, COLUMNS] of blocks; counts int32 [2]: how many of them are real, and how many, the first, have their own
+    programs. `ops.prompt_blocks` cuts them so that one program for each multiprocessor ends at about the same time as the others.
     """
     items = tl.load(counts) * HEADS * GROUP
     own = tl.load(counts + 1) * HEADS * GROUP

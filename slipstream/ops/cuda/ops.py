@@ -31,8 +31,8 @@ from slipstream.weights.packed import Packed, join
 
 LOG2E = 1.4426950408889634
 TRITON_TYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-MOST_PARTS = 32  # that one decode row's cache is cut into
-ROW_BARRIER_ROWS = 132  # rows up to which each row's program waits for its peers by itself
+MOST_PARTS = 32  # the most parts of one decode row's cache
+ROW_BARRIER_ROWS = 132  # up to so many rows, each row's program waits for its own peers
 
 
 def row_warps(width: int) -> int:
@@ -91,7 +91,7 @@ class Tiles:
 
 
 def decode_parts(rows: int, heads: int) -> int:
-    """Into how many parts the caches of up to `rows` decode rows may be cut; each is a program for every key head."""
+    """The most parts that the caches of up to `rows` decode rows are cut into; each is a program for every key head."""
     return rows * max(1, min(MOST_PARTS, cdiv(1056, rows * heads)))
 
 
@@ -244,7 +244,7 @@ class CudaOps:
         return self._shape(spec, step) | {"DP": power(spec.head_dim)}
 
     def tiles_of(self, cache: tuple[Tensor, ...], page_size: int) -> Tiles | None:
-        """A layer's keys and values in tiles [TILE, head_dim] that the copy engine brings; None where kernels use addresses.
+        """A layer's keys and values in tiles [TILE, head_dim] for the copy engine; None where kernels use addresses.
 
         Tiles need pages of a multiple of TILE tokens, 16-bit numbers of the activations' dtype, heads of 64 or 128 and a
         Hopper GPU or a newer one. The prompts' kernel is for Hopper alone, so its language is imported for it alone.
@@ -310,7 +310,7 @@ class CudaOps:
         )  # fmt: skip
 
     def barrier(self) -> None:
-        """Waits, on the device, until all ranks have come here."""
+        """Makes the device wait until all ranks have reached this barrier."""
         s = self.symmetric
         barrier_kernel[(1,)](
             s.flags.addresses, s.counts, s.fault, s.rank, FAULT_NS, WORLD=s.size, PROGRAMS=PROGRAMS, num_warps=1
@@ -346,7 +346,7 @@ class CudaOps:
 
 
 def check_attention(spec: Attention, layout: CacheLayout) -> None:
-    """Refuses what the kernels do not cover."""
+    """Raises ModelError for attention that the kernels do not support."""
     dim, heads = spec.head_dim, spec.heads
     if isinstance(layout, Window):
         raise ModelError(f"a sliding window of {layout.size} tokens is not supported on CUDA; --device cpu supports it")

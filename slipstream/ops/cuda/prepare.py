@@ -23,8 +23,8 @@ def decode_prepare_kernel(
 ):  # fmt: skip
     """A decode step from the tables alone: row r computes WIDTH positions from next[row_slots[r]] on and judges each of them.
 
-    tokens holds what they read: the latest token and WIDTH - 1 drafts. A position whose judgement would lie at the request's
-    limit or beyond it becomes nobody's. slots [rows * WIDTH] are written where WIDTH > 1; else they are row_slots itself.
+    They read the latest token and WIDTH - 1 drafts from tokens. A position whose judged token would lie at the request's limit
+    or beyond it gets the slot `nobody`. slots [rows * WIDTH] are written where WIDTH > 1; else they are row_slots itself.
     """
     i = tl.program_id(0) * B + tl.arange(0, B)
     live = i < rows * WIDTH

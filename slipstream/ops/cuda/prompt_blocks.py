@@ -1,10 +1,12 @@
 """How the host cuts a step's prompt rows into work for the prefill kernels.
 
-A block is up to ROWS consecutive tokens of one request; with one query head it attends to PAIR cache tokens at a time. One
-program each would leave multiprocessors idle (few blocks) or waiting (prompts of different lengths), so blocks are cut along
-the cache in the better of two ways. Either into parts of about one size, which all programs take in turns, the longest first.
-Or, with fewer blocks than multiprocessors, into parts of one size that are each all that a program has to do, and rests, which
-the programs that are left over take in turns.
+A block is up to ROWS consecutive tokens of one request. With one query head it attends to PAIR cache tokens at a time. With one
+program for each block, multiprocessors would be idle (few blocks) or wait (prompts of different lengths). So blocks are cut
+along the cache, in the better of two ways:
+
+- into parts of similar size, which all programs take in turns, the longest first;
+- where there are fewer blocks than multiprocessors, into parts of one size and rests. Each such part has its own program, and
+  the remaining programs take the rests in turns.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +17,13 @@ import numpy as np
 
 ROWS = 128  # tokens of a block at most
 PAIR = 128  # cache tokens at a time
-MOST = 8  # parts that the longest block is cut into at most, where all are of one size
-SIZES = 12  # sizes of parts with programs for themselves that are looked at, about
-LEAST = 4  # pairs of a part at least, where its block has as many
-START = 3  # pairs that a part costs besides its own ...
-JOIN = 4  # ... and one of several that are joined again (measured: docs/gpu_log.md)
-UNITS = 1056  # (part, query head) of cut blocks that the kernels have room for; parts alone need two a program at most
-SPARE = 64  # rows of the table beyond one a block
+MOST = 8  # the most parts of the longest block, where all parts are of similar size
+SIZES = 12  # about how many sizes of parts with their own programs are tried
+LEAST = 4  # the fewest pairs of a part, unless its block has fewer
+START = 3  # a part costs this many pairs more than its own ...
+JOIN = 4  # ... and this many more if it is joined with others (measured: docs/gpu_log.md)
+UNITS = 1056  # the kernels have room for so many (part, query head) of cut blocks; parts alone need at most two a program
+SPARE = 64  # rows of the table besides one for each block
 
 # columns of the table: slot, position of the block's first token, its index in the step, tokens, first pair, end of the pairs,
 # parts of the block, this part's place in the kernels' scratch, the place of the block's first part (they follow one another)
@@ -38,8 +40,8 @@ class Cutter:
     def cut(self, rows: Iterable[Sequence[int]], out: np.ndarray) -> tuple[int, int]:
         """Writes parts of the blocks of `rows` (slot, position, index in the step, tokens) to out int32 [n, COLUMNS].
 
-        Returns how many parts there are, and how many of them, the first, have programs for themselves; the others follow, the
-        longest first. `out` has room for SPARE parts beyond one a block.
+        Returns the number of parts, and how many of them, the first, have their own programs. The others follow, the longest
+        first. `out` has room for SPARE parts besides one for each block.
         """
         blocks: list[tuple[int, int, int, int, int]] = []
         for slot, position, index, tokens in rows:
@@ -62,7 +64,7 @@ class Cutter:
         return len(parts), len(alone)
 
     def _ends(self, pairs: list[int]) -> list[tuple[int, list[int]]]:
-        """Of each block: how many parts, the first, have programs for themselves, and where all parts end. `pairs` falls."""
+        """For each block: how many parts, the first, have their own programs, and where all parts end. `pairs` falls."""
         if not pairs:
             return []
         enough = 1.05 * (sum(pairs) + START * len(pairs)) * self.num_q_heads / self.programs
@@ -73,7 +75,7 @@ class Cutter:
         return [(0, _even_ends(n, k)) for n, k in zip(pairs, parts, strict=True)]
 
     def _evenly(self, pairs: list[int], enough: float) -> tuple[int, list[int]]:
-        """The cost with parts of about one size that all programs share, and into how many each block is cut."""
+        """The cost with parts of similar size that all programs share, and the number of parts of each block."""
         best = parts = [1] * len(pairs)
         least = self._turns([n + START for n in pairs], self.programs)
         for most in range(2, MOST + 1):
@@ -90,7 +92,7 @@ class Cutter:
         return least, best
 
     def _alone(self, pairs: list[int], cost: int) -> int:
-        """The size of parts that have programs for themselves, if that costs less than `cost`; 0 if none does."""
+        """The size of parts with their own programs that costs least, if that is less than `cost`; 0 otherwise."""
         best = 0
         first = max(LEAST, sum(pairs) * self.num_q_heads // self.programs)
         for size in range(first, pairs[0], max(1, (cost - first) // SIZES)):
@@ -112,7 +114,7 @@ class Cutter:
         return best
 
     def _turns(self, each: list[int], programs: int) -> int:
-        """About the cost of the program that has most to do, when `programs` take parts in turns, there and back."""
+        """About the cost of the program with the most work, when `programs` take parts in turns, there and back."""
         each = sorted(each, reverse=True)
         total = len(each) * self.num_q_heads
         last = (total - 1) % programs + 1  # items of the last turn
@@ -133,7 +135,7 @@ def _even_ends(pairs: int, parts: int) -> list[int]:
 
 
 def _split(pairs: int, size: int) -> tuple[int, list[int]]:
-    """How many parts of `size` there are, and where all parts end; a rest too small for a part makes the others longer."""
+    """The number of parts of `size`, and where all parts end. A rest too small for a part makes the others longer."""
     alone, rest = divmod(pairs, size)
     if alone and rest < LEAST:
         return alone, _even_ends(pairs, alone)

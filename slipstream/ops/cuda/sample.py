@@ -120,7 +120,7 @@ def exchange_kernel(
     """One row of WIDTH judged tokens: joins their parts, exchanges (score, id) with the other ranks, accepts, and writes.
 
     pairs int64 [WORLD]: addresses of the ranks' int32 [WORLD, PAIRS, 2]. Token j of a row is accepted where those before it
-    are and equal the drafts that tokens[slot, position] held; a row's judged tokens come first, the rest are nobody's.
+    are and equal the drafts that tokens[slot, position] held. A row's judged tokens come first; the rest have slot `nobody`.
     Accepted ones go to tokens[slot, position], the last one's position to next[slot]: there the next step reads them.
     This step's place in ring int32 [DEPTH, ring_stride] gets all ids or failures, then, where WIDTH > 1, the rows' accepted
     counts (from the word nobody * WIDTH on), and in its last word the fault.

@@ -1,7 +1,7 @@
 """Memory that every rank of a group can read and write directly, cut into the regions that sums and sampling use.
 
 One allocation through PyTorch's symmetric memory; the ranks find each other once, through a file that the parent names (no
-port, so two servers never collide). NVLink multicast stays off: it needs rights that shared hosts do not give.
+port, so two servers never collide). NVLink multicast stays off, because it needs permissions that shared hosts do not give.
 """
 
 import os
@@ -61,7 +61,7 @@ class Symmetric:
         world = dist.group.WORLD
         assert world is not None
         handle = symmetric.rendezvous(memory, world)
-        dist.barrier()  # nobody writes into a peer before its zeros are there
+        dist.barrier()  # no rank writes into a peer before that has written its zeros
         self._memory, self._handle = memory, handle
         base = [int(p) for p in handle.buffer_ptrs]
         at = 0

@@ -1,4 +1,4 @@
-"""What clients see of a group, and what they may see: judged from outside, without asking the machines."""
+"""What clients get from a group, and what they may get: judged from outside, without asking the machines."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ def with_client(world: World, i: int, client: Client) -> World:
 
 
 def end_group(world: World) -> World:
-    """The supervisor ends the group: every client hears so."""
+    """The supervisor ends the group: every client gets an error."""
     front = tuple(c._replace(phase=OVER) if c.phase in (LIVE, ABORTED) else c for c in world.front)
     return world._replace(front=front, poisoned=True)
 
 
 class Clients:
-    """The answers that requests must get, and the judge of what they hear."""
+    """The answers that requests must get, and the check of the messages that they do get."""
 
     def __init__(self, expected: list[tuple[list[int], str]], own_clocks: bool):
         """`own_clocks`: ranks may end requests by themselves, so an end needs neither an abort nor a drop."""
@@ -34,7 +34,7 @@ class Clients:
         return world
 
     def tell(self, world: World, kind: str, id: int, what: Any) -> World:
-        """A request hears a token, or of its end. Raises Violation."""
+        """A request gets a token or its end. Raises Violation if it must not."""
         if not 0 <= id < len(world.front) or world.front[id].phase not in (LIVE, ABORTED):
             raise Violation(f"request {id} hears {kind} {what} before its start or after its end")
         client = world.front[id]
@@ -46,7 +46,7 @@ class Clients:
             return with_client(world, id, client._replace(received=received + 1))
         if what == "abort":
             if client.phase != ABORTED and not self.own_clocks:
-                raise Violation(f"request {id} was aborted by nobody")
+                raise Violation(f"request {id} was never aborted")
         elif received != len(tokens) or what != reason:
             raise Violation(f"request {id} ends with {what!r} after {received} of {len(tokens)} tokens; {reason!r} is right")
         if client.admitted and not self.own_clocks:
@@ -54,7 +54,7 @@ class Clients:
         return with_client(world, id, Client(OVER, received))
 
     def _acknowledged(self, world: World, id: int) -> None:
-        """A client hears of an end once the leader has every rank's answer to the entry that drops the request."""
+        """Checks that a client gets an end only after the leader has every rank's answer to the entry of the drop."""
         drop = world.front[id].drop
         missing = [i for i, site in enumerate(world.sites) if drop < 0 or site.heard < drop]
         if missing:

@@ -1,8 +1,8 @@
 """Breadth-first search through a model's worlds, so that the first violation found has the shortest interleaving.
 
 With two ranks all interleavings are explored. With more, followers that differ only in name are one, and a follower's own steps
-are merged: what it does with a message or an outcome touches nothing but itself, its part of the device and its messages to
-the leader, which the leader hears at any later time, so taking such a step at once loses no outcome. (That the order of a
+are merged. Such a step changes only the follower, its part of the device and its messages to the leader, which the leader may
+receive at any later time. So taking the step at once loses no outcome. (That the order of a
 follower's own steps does not matter is what the exhaustive search at two ranks shows.) A rank that may die is never merged.
 """
 
@@ -77,7 +77,7 @@ def explore(model: Model, merged: bool, most: int = 5_000_000) -> Found:
 
 
 def settle(model: Model, world: World, path: list[Action] | None = None) -> tuple[World, tuple[Action, ...]]:
-    """Lets followers do all that they can do by themselves. `path` gets the steps, that of a violation last."""
+    """Lets followers take all their own steps. `path` gets the steps, that of a violation last."""
     taken = path if path is not None else []
     free = [i for i in range(1, model.size) if not (model.case.dies and i == model.size - 1)]
     moved = True

@@ -1,7 +1,7 @@
-"""What pages, states and snapshots hold in the checker's model: which tokens lie behind each; written in the order of the log.
+"""The contents of pages, states and snapshots in the checker's model: the tokens behind each, written in the order of the log.
 
-Small and exact, where `memory` is fast. A free page is blanked at once, so whoever reads a page that was handed out again, or
-not yet written, finds a blank.
+It is small and exact, where `memory` is fast. A free page is blanked at once, so a row that reads a page which was handed out
+again, or is not yet written, finds a blank.
 """
 
 from slipstream.log.batch import Batch, DeviceOp, InitSlot, Offload, Restore, SetState
@@ -10,7 +10,7 @@ from slipstream.verify.check.cases import Case
 from slipstream.verify.check.device import Device
 from slipstream.verify.common.memory import Violation
 
-BLANK, EMPTY = -1, -2  # a place that nobody may read; the state before the first token
+BLANK, EMPTY = -1, -2  # a place that no row may read; the state before the first token
 
 
 class Ghost:
@@ -113,7 +113,7 @@ class Ghost:
                 self.snapshots[snapshot] = self.states[slot]
 
     def forget(self, replica: Replica) -> None:
-        """Blanks what nobody may read again."""
+        """Blanks the places that no row may read again."""
         for t, table in enumerate(replica.cache.tables):
             for page in table.pages.free:
                 self.pages[t][page] = [BLANK] * self.limits.page_size

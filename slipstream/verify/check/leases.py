@@ -1,4 +1,4 @@
-"""The log with leases: pages that a copy beside the stream reads leave the replica by a command, after every rank has reported.
+"""The log with leases: pages that a copy outside the stream reads are freed by a command after every rank has reported.
 
 `LEASED` requests lease their pages when they are dropped. The rival frees them when the rank's own copy ends.
 """

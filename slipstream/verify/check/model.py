@@ -1,7 +1,7 @@
 """The checker's model: what can happen in a world, and which world it leads to.
 
-An operation of the device ends when every rank has queued it; its outcome then waits at each rank, however long. Clocks are no
-part of a world: that the leader holds a step back, or goes ahead, are two different actions.
+An operation of the device ends when every rank has queued it. Its outcome then waits at each rank, however long. A world has no
+clocks: that the leader holds a step back, or goes ahead, are two different actions.
 """
 
 from collections.abc import Callable, Hashable
@@ -134,7 +134,7 @@ class Model:
         return out
 
     def local(self, world: World, i: int) -> list[Action]:
-        """What rank i can do by itself."""
+        """The actions of rank i."""
         site = world.sites[i]
         out: list[Action] = []
         if site.inbox:
@@ -146,7 +146,7 @@ class Model:
         return out
 
     def _outside(self, world: World) -> list[Action]:
-        """What clients and the passing of time can do."""
+        """The actions of clients and of time."""
         case = self.case
         out: list[Action] = []
         unsent = [i for i, client in enumerate(world.front) if client.phase == UNSENT]
@@ -285,7 +285,7 @@ class Model:
                 raise Violation(f"rank {i} queues {show(mine)} where rank {j} has queued {show_other(theirs, mine)}")
 
     def _writes(self, world: World, pages: tuple[int, ...]) -> World:
-        """A step of the log writes pages: no rank may still be copying them beside the stream."""
+        """A step of the log writes pages: no rank may still be copying them outside the stream."""
         for i, site in enumerate(world.sites):
             for id in site.copies:
                 held = leased_pages(self.known.machines[site.machine], id)
@@ -318,7 +318,7 @@ class Model:
     # --- ends
 
     def check_end(self, world: World) -> None:
-        """Nothing can happen any more: everybody must have had an end, and everything be given back."""
+        """No action is left: every request must have had an end, and all pages and slots must be free."""
         waiting = [i for i, client in enumerate(world.front) if client.phase != OVER]
         if waiting:
             raise Violation(f"deadlock: requests {waiting} never end; {self.where(world)}")

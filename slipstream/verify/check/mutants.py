@@ -157,7 +157,7 @@ def hunt(mutant: Mutant | None, which: list[Case], merged: bool) -> Hunt:
 def check_mutants(reduced: bool) -> int:
     """Prints what found each mutant; 0 when all are found, and nothing in the machine as it is.
 
-    `reduced`: only the case that is named beside a mutant is explored, and followers' own steps are merged.
+    `reduced`: only the case that is named with a mutant is explored, and followers' own steps are merged.
     """
     everything = {case.name: case for case in small_cases()}
     hunts: list[tuple[str, Hunt]] = []

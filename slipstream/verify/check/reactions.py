@@ -1,4 +1,4 @@
-"""What machines do at events: worked out once for each machine and event, on a copy, and remembered as small integers."""
+"""The effects of events on machines: computed once for each machine and event, on a copy, and remembered as small integers."""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -33,7 +33,7 @@ from slipstream.verify.check.world import HOLD, Action, Copy, Op
 from slipstream.verify.common.audit import audit
 from slipstream.verify.common.memory import Violation
 
-MAX_UNSETTLED_STEPS = 3  # steps that may lack their settling
+MAX_UNSETTLED_STEPS = 3  # launched steps that may be unsettled
 
 
 class Reactions:
@@ -64,7 +64,7 @@ class Reactions:
         return at
 
     def _core(self, machine: Rank, state: Any, rest: Hashable) -> int:
-        """Names what a machine is but for which follower it is, or what it knows of each."""
+        """The number of a machine without its rank, and without what it knows of each follower."""
         key = (state[:-2] if isinstance(machine, Leader) else state, rest)
         return self._core_ids.setdefault((isinstance(machine, Leader), key), len(self._core_ids))
 

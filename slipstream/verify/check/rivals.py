@@ -1,4 +1,4 @@
-"""Other protocols for the same problem, each the production machine with the one rule changed that makes it another.
+"""Other protocols for the same problem. Each is the production machine with one rule changed.
 
 Two gate a step: it is written ahead, as in the log, but a rank queues it only when the gate opens.
 """
@@ -122,7 +122,7 @@ class ClockRank(Rank):
 
 
 class ClockPlanner(Planner):
-    """Writes no drop for a request whose time is over: every rank sees that by itself."""
+    """Does not write a drop for a request whose time is over: every rank sees that by its own clock."""
 
     def _drop_one(self, plan: Plan, ended: Ended, kept: int) -> None:
         super()._drop_one(plan, ended, kept)

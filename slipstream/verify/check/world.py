@@ -1,4 +1,4 @@
-"""What the checker's worlds are made of: sites, protocols, and the events that only rivals and leases know.
+"""The parts of the checker's worlds: sites, protocols, and the events that only rivals and leases have.
 
 A world is a value made of small integers, which `reactions` gives to machines, messages and operations.
 """
@@ -12,8 +12,8 @@ from slipstream.rank.loop import Rank
 from slipstream.schedule.budget import Budget, StepLoad
 from slipstream.schedule.planner import Planner
 
-HOLD, GO = 0.0, 0.9  # what the leader is told for the time: before, or after, the moment at which it plans ahead
-EXPECTED_STEP_S = 0.6  # what it believes a step takes; HOLD < 0.75 * EXPECTED_STEP_S < GO < the heartbeat
+HOLD, GO = 0.0, 0.9  # the times that the leader gets: before, or after, the moment at which it plans ahead
+EXPECTED_STEP_S = 0.6  # the time that it expects of a step; HOLD < 0.75 * EXPECTED_STEP_S < GO < the heartbeat
 UNSENT, LIVE, ABORTED, OVER = range(4)  # a request as the front end sees it
 
 
@@ -61,7 +61,7 @@ class Copied(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Effect: start the copy of a leased request's pages, beside the stream, when the stream gets here."""
+    """Effect: start the copy of a leased request's pages, outside the stream, when the stream gets here."""
 
     id: int
     pages: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What must hold in a replica at any time, and what must be left of a group when nobody asks it for anything."""
+"""The invariants of a replica at any time, and of a group at rest."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ def _audit_pool(pages: Pages, refs: Counter[int]) -> None:
 
 
 def at_rest(ranks: list[Rank]) -> None:
-    """All ranks are equal and hold nothing: no page, slot, row, message or promise is left."""
+    """All ranks are equal and hold nothing: no page, slot, row, message or lease is left."""
     leader = ranks[0]
     assert isinstance(leader, Leader)
     for r in ranks:

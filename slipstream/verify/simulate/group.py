@@ -1,7 +1,7 @@
 """A group under virtual time: production machines, channels that delay, and one device stream that all ranks share.
 
 A step runs when every rank has queued it (its collectives match), one after the other, and each rank sees the outcome a little
-later. The leader's machine is told the virtual time; nothing here reads a clock.
+later. The leader's machine gets the virtual time; nothing here reads a clock.
 """
 
 import random
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from slipstream.verify.simulate.run import Run
 
 STEP, TOKEN = 1e-3, 2e-6  # seconds of a step, and of each of its tokens
-MAX_UNSETTLED_STEPS = 3  # steps that may lack their settling
-STEP_TIMEOUT_S = 2.0  # seconds without progress after which the supervisor gives a group up
+MAX_UNSETTLED_STEPS = 3  # launched steps that may be unsettled
+STEP_TIMEOUT_S = 2.0  # without progress until the supervisor ends the group
 
 
 class Raised(Exception):
-    """What an injected fault raises in a rank."""
+    """The exception of an injected fault in a rank."""
 
 
 class SimulatedGroup(Interpreter):
@@ -150,7 +150,7 @@ class SimulatedGroup(Interpreter):
         self.run.tell(effect.message)
 
     def span(self, effect: Span) -> None:
-        """Nobody looks at host times here."""
+        """Host times are not used here."""
 
     def wake(self, effect: Wake) -> None:
         self.wake_at = effect.at
@@ -201,7 +201,7 @@ class SimulatedGroup(Interpreter):
         self.stream.queue(rank, batch, (batch.seq, *(c.tobytes() for c in columns), batch.saves))
 
     def differs(self, text: str) -> None:
-        """Ranks do unlike things: never, unless a fault was injected; then the device hangs until that is noticed."""
+        """Ranks queue different operations. Without an injected fault this is a violation; with one, the device hangs."""
         if not self.broken:
             raise Violation(text)
 
@@ -263,7 +263,7 @@ class SimulatedGroup(Interpreter):
         self.run.poisoned(self)
 
     def strike(self, fault: Fault) -> None:
-        """A rank dies, which the supervisor sees soon, or stands still, which it sees when its loop has not turned for long."""
+        """A rank dies, which the supervisor sees soon, or stops, which it sees after the step timeout."""
         if self.dead:
             return
         if fault.kind == "stop" and fault.seconds < STEP_TIMEOUT_S / 2:
@@ -278,7 +278,7 @@ class SimulatedGroup(Interpreter):
             self.give_up(f"rank {fault.rank} " + ("ended by itself" if fault.kind == "die" else "makes no progress"))
 
     def beat(self) -> None:
-        """What the driver and the supervisor do now and then: an idle leader's tick, and the look at the progress."""
+        """The regular work of driver and supervisor: an idle leader's tick, and the check of the progress."""
         leader, now = self.leader, self.run.now
         self.bounds()
         if now - leader.written_at >= 1.0:

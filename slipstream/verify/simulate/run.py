@@ -1,7 +1,7 @@
 """One simulated run: clients, a front end, a group, a supervisor, under virtual time, from one scenario.
 
-Every request must get exactly one terminal event at its client and one at the leader; what it is told must be what it would get
-alone. The run raises Violation with the seed's words for anything else.
+Every request must get exactly one terminal event at its client and one at the leader. Its tokens must be those that it
+would get alone. The run raises Violation for anything else.
 """
 
 import heapq
@@ -22,11 +22,11 @@ from slipstream.verify.common.toy import expected, impossible
 from slipstream.verify.simulate.group import SimulatedGroup
 from slipstream.verify.simulate.scenario import MIN_ENTRIES, Client, Scenario
 
-BEAT_S = 0.25  # seconds between looks at the group
-AUDIT_INTERVAL_ENTRIES = 16  # entries
-RESTART_DELAY_S = 0.05  # seconds until a poisoned group is replaced
-MAX_FRONT_DELAY_S = 0.0005  # seconds at most from the front end to the leader
-MAX_RUN_S = 600.0  # virtual seconds of a run
+BEAT_S = 0.25  # between looks at the group
+AUDIT_INTERVAL_ENTRIES = 16  # between two audits of a replica
+RESTART_DELAY_S = 0.05  # until a poisoned group is replaced
+MAX_FRONT_DELAY_S = 0.0005  # of a message from the front end to the leader
+MAX_RUN_S = 600.0  # virtual time of a run
 
 
 class Run:
@@ -46,7 +46,7 @@ class Run:
         self._number = 0
         self.clients: dict[int, Client] = {}
         self.ends: dict[int, str] = {}  # request -> its client's terminal event
-        self.live: dict[int, list[int]] = {}  # request that the leader owes an end -> tokens it was told
+        self.live: dict[int, list[int]] = {}  # request whose end the leader has not sent -> its tokens so far
         self.open: set[int] = set()  # requests whose client still listens
         self.aborted: set[int] = set()
         self.started: set[int] = set()
@@ -98,7 +98,7 @@ class Run:
             self._abort(id, -1)
 
     def _abort(self, id: int, kept: int) -> None:
-        """Tells the leader, a little later, that a client has ended by itself."""
+        """Reports to the leader, a little later, that a client has left."""
         self.aborted.add(id)
         delay = MAX_FRONT_DELAY_S * self.group.random.random()
         self.at(self.now + delay, lambda group: group.on(0, Abort(id, kept)), self.group)
@@ -124,7 +124,7 @@ class Run:
         elif isinstance(message, Refused):
             self._refused(message)
         elif not isinstance(message, PromptLogprobs):
-            raise Violation(f"the leader tells {message}")
+            raise Violation(f"the leader sends {message}")
 
     def _token(self, id: int, token: int) -> None:
         received_tokens = self.live.get(id)
@@ -143,7 +143,7 @@ class Run:
         tokens, reason = expected(self.clients[id].request)
         if message.reason == "abort":
             if id not in self.aborted:
-                raise Violation(f"request {id} was aborted by nobody")
+                raise Violation(f"request {id} was never aborted")
             if received_tokens != tokens[: len(received_tokens)]:
                 raise Violation(f"request {id} got {received_tokens}, not the beginning of {tokens}")
         elif received_tokens != tokens or message.reason != reason:
@@ -179,7 +179,7 @@ class Run:
             audit(self.group.leader.replica)
 
     def poisoned(self, group: SimulatedGroup) -> None:
-        """The supervisor has ended the group: each open client hears so, once, and another group comes up."""
+        """The supervisor has ended the group: each open client gets one error, and another group starts."""
         self.note(f"the group is poisoned: {group.reason}")
         self.poisonings += 1
         for id in sorted(self.open):
@@ -204,7 +204,7 @@ class Run:
         if not self._heap and not group.dead:
             if self.live or self.unsent:
                 if not group.broken and group.wake_at <= self.now and group.leader.written_at < self.now - 5:
-                    raise Violation(f"requests {sorted(self.live)} wait for nothing")
+                    raise Violation(f"requests {sorted(self.live)} wait, and nothing will come")
             elif self.entries < MIN_ENTRIES and self.reserve:
                 for _ in range(min(4, len(self.reserve))):
                     self.unsent += 1
@@ -215,7 +215,7 @@ class Run:
         self.at(self.now + BEAT_S, self._beat, None)
 
     def _rest(self) -> None:
-        """Nothing happens any more: the group must be as it was when it was new."""
+        """Nothing is left to happen: the group must be in the state of a new one."""
         group = self.group
         self.steps += sum(group.leader.steps.values())
         at_rest(group.ranks)
@@ -225,7 +225,7 @@ class Run:
     def _check_ends(self) -> None:
         missing = [id for id in self.clients if id not in self.ends]
         if missing or self.live:
-            raise Violation(f"clients {missing} were never told an end")
+            raise Violation(f"clients {missing} never got an end")
 
 
 def describe(entry: Entry) -> str:

@@ -54,7 +54,7 @@ class Scenario:
     caching: bool
     host_pages: int
     cap: int  # token budget of a step
-    target: float | None  # seconds a step may take beside decoding rows
+    target: float | None  # seconds that a step with decoding rows may take
     max_queue: int
     clients: tuple[Client, ...]
     reserve: tuple[Client, ...] = ()  # come one by one when all others have ended before MIN_ENTRIES entries

@@ -28,7 +28,7 @@ class Queued:
 
 
 class Stream:
-    """`differs` is told where ranks do unlike things; `ran` gets each step that has started, with its outcome."""
+    """`differs` is called where ranks queue different operations; `ran` gets each step that has started, with its outcome."""
 
     def __init__(self, size: int, limits: Limits, differs: Callable[[str], None], ran: Callable[[Batch, Outcome], None]):
         self.size = size
