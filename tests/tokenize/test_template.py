@@ -91,7 +91,7 @@ def test_a_killed_worker_is_replaced():
 
 def test_a_worker_that_stands_still_beside_a_large_message_ends_one_rendering_and_not_all(monkeypatch):
     """The message does not fit into the pipe, so that writing it is what would wait for ever."""
-    monkeypatch.setattr(module, "PATIENCE", 1.0)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 1.0)
     template = ChatTemplate("{{ messages[0].content }}")
     assert template.render(HELLO) == "hello"
     assert template._worker is not None
