@@ -63,7 +63,7 @@ def test_prefix_caching_and_tensor_parallel_flags():
         ({}, "port: 80.5", "--config: port: 80.5 is not a whole number"),
         ({}, "port: true", "--config: port: True is not a whole number"),
         ({}, "host: [a, b]", "--config: host"),
-        ({}, "- a", "expected keys and values"),
+        ({}, "- a", "must hold keys and values"),
         ({}, "a: [", "--config"),
         ({}, "api_key: ''", "api_key: is empty"),
     ],

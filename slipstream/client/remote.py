@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, EngineDown
 
-TIMEOUT = 10.0  # seconds
+TIMEOUT_SECONDS = 10.0  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ class Remote:
         if self._key:
             request.add_header("Authorization", f"Bearer {self._key}")
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
                 return answer.read().decode()
         except urllib.error.HTTPError as e:
             if e.code == 401:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from slipstream.graph.rows import Result, Row
 
 MAX_SENTENCE = 240  # characters; longer ones are cut at a clause, else at a space, else hard
-MIN_CLAUSE = 30  # characters of a first sentence's first clause, for it to be spoken by itself
+MIN_CLAUSE_CHARS = 30  # characters of a first sentence's first clause, for it to be spoken by itself
 _END = re.compile(r"""[.!?…]+["'”’)\]]*(?=\s)|[。！？]+["'”’」』)\]]*|\n+""")
 _CLAUSE = re.compile(r"[,;:—–]\s")
 _ABBREVIATIONS = frozenset(
@@ -77,7 +77,7 @@ def speakable(sentence: str) -> str:
 
 def first_clause(text: str) -> tuple[str | None, str]:
     """A clause to begin speaking with, while the first sentence is still being written, and the rest."""
-    ends = [m.end() for m in _CLAUSE.finditer(text) if m.end() >= MIN_CLAUSE]
+    ends = [m.end() for m in _CLAUSE.finditer(text) if m.end() >= MIN_CLAUSE_CHARS]
     return (text[: ends[0]], text[ends[0] :]) if ends else (None, text)
 
 

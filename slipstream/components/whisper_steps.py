@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from slipstream.components.sentences import split
 from slipstream.components.whisper import RATE, WINDOW, Slot, Whisper, log_mel
-from slipstream.components.whisper_text import MAX_NEW, MAX_NO_SPEECH, Ids, Window
+from slipstream.components.whisper_text import MAX_NEW_TOKENS, MAX_NO_SPEECH, Ids, Window
 from slipstream.components.whisper_words import FRAME_S, Word, begins, words
 from slipstream.errors import BadRequest
 from slipstream.graph.rows import Result, Row
@@ -122,7 +122,7 @@ class DecoderStep:
         timestamps = bool(p.get("timestamps", True))
         if not state.segments and not state.previous:
             state.previous = self._prompt(p, timestamps)
-        before = [self.ids.previous, *state.previous[-(MAX_NEW - 1) :]] if state.previous else []
+        before = [self.ids.previous, *state.previous[-(MAX_NEW_TOKENS - 1) :]] if state.previous else []
         prompt = [*before, self.ids.start, *self._task(p), *([] if timestamps else [self.ids.no_timestamps])]
         state.window = Window(
             self.ids,

@@ -11,10 +11,10 @@ import numpy as np
 
 from slipstream.components.whisper_words import Word
 
-STEP = 0.02  # seconds of one timestamp
+STEP_SECONDS = 0.02  # seconds of one timestamp
 LAST = 1500  # timestamp, so 30 s
 MAX_INITIAL = 50  # timestamps, so 1 s
-MAX_NEW = 224  # tokens of one window
+MAX_NEW_TOKENS = 224  # tokens of one window
 MAX_NO_SPEECH = 0.6  # the no-speech token's probability above which a window may be silence or noise
 MAX_COMPRESSION = 2.4  # of a text; above this ratio it repeats itself
 
@@ -38,7 +38,7 @@ class Ids:
 
     def at(self, seconds: float) -> int:
         """The timestamp token of a time; the last one for times after 30 s."""
-        return self.time + min(round(seconds / STEP), LAST)
+        return self.time + min(round(seconds / STEP_SECONDS), LAST)
 
     @classmethod
     def read(cls, token_to_id, english_only: bool) -> "Ids":
@@ -121,7 +121,7 @@ class Window:
 
     @property
     def full(self) -> bool:
-        return len(self.tokens) >= MAX_NEW
+        return len(self.tokens) >= MAX_NEW_TOKENS
 
     def _mask(self, logits: np.ndarray) -> None:
         logits[self.suppress] = -np.inf
@@ -198,7 +198,7 @@ class Window:
             if token < time:
                 run.append(token)
                 continue
-            at = self.start + (token - time) * STEP
+            at = self.start + (token - time) * STEP_SECONDS
             if run:
                 close(at)
                 run = []

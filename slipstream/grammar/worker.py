@@ -16,7 +16,7 @@ import msgspec
 from slipstream.grammar.matcher import Maker, Vocabulary
 from slipstream.system.framing import read_frame, write_frame
 
-MEMORY = 2 << 30  # bytes of address space, the vocabulary's index included
+MEMORY_BYTES = 2 << 30  # bytes of address space, the vocabulary's index included
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -39,7 +39,7 @@ def _limit() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from slipstream.graph.messages import (
 from slipstream.graph.model import Edge, Model, Stream
 from slipstream.graph.plan import WalkPlan, make_plan
 from slipstream.graph.watch import StallWatch
-from slipstream.graph.work import MAX_GATHERED
+from slipstream.graph.work import MAX_GATHERED_BYTES
 from slipstream.transport.base import Transport
 
 MAX_UNREAD = 1 << 16  # outputs of one request that wait for its client; only a producer without credit reaches this
@@ -139,8 +139,8 @@ class Run:
         if value is not None and units(value):
             pieces.append(value)
             self._sizes[port] = self._sizes.get(port, 0) + size_of(value)
-        if self._sizes.get(port, 0) > MAX_GATHERED:
-            raise BadRequest(f"input {port} is larger than {MAX_GATHERED} bytes", port, 413)
+        if self._sizes.get(port, 0) > MAX_GATHERED_BYTES:
+            raise BadRequest(f"input {port} is larger than {MAX_GATHERED_BYTES} bytes", port, 413)
         if last:
             self._give(i, join(pieces) if pieces else None, True)
 

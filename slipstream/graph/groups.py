@@ -16,8 +16,8 @@ from slipstream.errors import BadRequest
 from slipstream.graph.chunks import join
 from slipstream.graph.conductor import ComponentGroup
 from slipstream.graph.messages import (
-    INLINE,
-    ROOM_WAIT,
+    INLINE_BYTES,
+    ROOM_WAIT_SECONDS,
     Abort,
     Done,
     Failed,
@@ -146,7 +146,7 @@ class ProcessGroup:
             try:
                 message = self._store(message)
             except TransportFull as e:
-                if time.monotonic() - self._since < ROOM_WAIT:
+                if time.monotonic() - self._since < ROOM_WAIT_SECONDS:
                     self._retry = asyncio.get_running_loop().call_later(0.005, self._flush)
                     return
                 message = self._give_up(message, e)
@@ -162,7 +162,7 @@ class ProcessGroup:
 
     def _store(self, message: Any) -> Any:
         value = getattr(message, "value", None)
-        if isinstance(value, np.ndarray) and value.nbytes > INLINE:
+        if isinstance(value, np.ndarray) and value.nbytes > INLINE_BYTES:
             return with_value(message, Stored(self.transport.put([value], [self.peer])[0]))
         return message
 

@@ -1,8 +1,8 @@
 """Messages between the conductor and a group, addressed by (request, link of its walk), and their encoding.
 
 A value is a text, a numpy array, or any value that msgpack can carry; None with `last` is an end that came alone. Arrays of
-more than `INLINE` bytes travel through a transport; the message holds a `Stored` instead. Every request opened at a group is
-answered by exactly one `Done` or `Failed`, an aborted one by `Done`. No message about the request follows.
+more than `INLINE_BYTES` bytes travel through a transport; the message holds a `Stored` instead. Every request opened at a group
+is answered by exactly one `Done` or `Failed`, an aborted one by `Done`. No message about the request follows.
 """
 
 import struct
@@ -14,8 +14,8 @@ import numpy as np
 
 from slipstream.system import framing
 
-INLINE = 4096
-ROOM_WAIT = 30.0  # seconds that a value waits for room in the transport before its request fails
+INLINE_BYTES = 4096
+ROOM_WAIT_SECONDS = 30.0  # seconds that a value waits for room in the transport before its request fails
 _LENGTH = struct.Struct("<I")
 _ID = struct.Struct("<q")
 

@@ -18,7 +18,7 @@ from slipstream.graph.model import Component, Edge, Loop, Model, Stream, policy_
 from slipstream.graph.plan import make_plan
 from slipstream.graph.rows import ComponentRequest, Job, Result, Row, StepFunction
 
-MAX_GATHERED = 64 << 20  # bytes (or characters) that an Edge gathers for one request
+MAX_GATHERED_BYTES = 64 << 20  # bytes (or characters) that an Edge gathers for one request
 
 
 class Work:
@@ -271,8 +271,8 @@ class Work:
                 elif isinstance(link, Edge):
                     request.gathered.setdefault(i, []).append(value)
                     size = request.sizes[i] = request.sizes.get(i, 0) + size_of(value)
-                    if size > MAX_GATHERED:
-                        self._fail(job, f"edge {link.source} -> {link.target} gathered more than {MAX_GATHERED} bytes")
+                    if size > MAX_GATHERED_BYTES:
+                        self._fail(job, f"edge {link.source} -> {link.target} gathered more than {MAX_GATHERED_BYTES} bytes")
                         return False
                 else:
                     request.credit[i] -= 1

@@ -20,8 +20,8 @@ import numpy as np
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.graph.messages import (
-    INLINE,
-    ROOM_WAIT,
+    INLINE_BYTES,
+    ROOM_WAIT_SECONDS,
     Done,
     Failed,
     Feed,
@@ -177,7 +177,7 @@ class Worker:
             try:
                 event = self._store(event)
             except TransportFull as e:
-                if time.monotonic() - self.since < ROOM_WAIT:
+                if time.monotonic() - self.since < ROOM_WAIT_SECONDS:
                     full = True
                     break
                 event = self._give_up(event, e)
@@ -198,7 +198,7 @@ class Worker:
         return full
 
     def _store(self, event: Any) -> Any:
-        if not isinstance(event, Piece) or not isinstance(event.value, np.ndarray) or event.value.nbytes <= INLINE:
+        if not isinstance(event, Piece) or not isinstance(event.value, np.ndarray) or event.value.nbytes <= INLINE_BYTES:
             return event
         reader = self.spec.peers.get(event.to, FRONT)
         return with_value(event, Stored(self.arena.put([event.value], [reader])[0]))

@@ -12,7 +12,7 @@ from slipstream.log.batch import Offload, Restore
 from slipstream.process.channel import LeaderEnd
 from slipstream.process.protocol import Abort, Finished, Load, Refused, Submit, Tokens
 from slipstream.rank.driver import IDLE_TIMEOUT_S, Driver, Parts
-from slipstream.rank.events import Event, Poison, Send, SendToFront, Tick, Wake
+from slipstream.rank.events import DeviceEffect, Event, Poison, Send, SendToFront, Tick, Wake
 from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT_S, Leader
 from slipstream.system.say import say

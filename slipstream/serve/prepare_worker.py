@@ -22,7 +22,7 @@ from slipstream.serve.text.logprobs import TokenNames
 from slipstream.system.framing import read_frame, write_frame
 from slipstream.tokenize.tokenizer import load_tokenizer
 
-MEMORY = 6 << 30  # bytes of address space, the tokenizer included
+MEMORY_BYTES = 6 << 30  # bytes of address space, the tokenizer included
 SECONDS = 30.0  # of CPU time, for one body
 
 
@@ -62,7 +62,7 @@ def limit() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
 
 
 def main() -> None:

@@ -14,16 +14,16 @@ from slipstream.serve.engine.exclusive import run_exclusive
 from slipstream.serve.errors import Failed, Failure
 from slipstream.serve.front import Front
 from slipstream.serve.jobs import JOBS, Asked, Desk, Prepared, decode_answer
-from slipstream.serve.prepare_worker import MEMORY, SECONDS, Setup
+from slipstream.serve.prepare_worker import MEMORY_BYTES, SECONDS, Setup
 from slipstream.serve.request_body import INLINE_BYTES, body_of, check_pieces, decode
 from slipstream.serve.text.prompts import prepare
 from slipstream.system.limited_process import LimitedProcess, Lost, Overrun, Pool
 
 LARGE_BYTES = 1 << 18  # of a body; decoding that many takes about 5 ms, whatever they hold
 WORKERS = 2
-PATIENCE = 2 * SECONDS  # of wall time; a loaded machine needs more than the CPU time
+PATIENCE_SECONDS = 2 * SECONDS  # of wall time; a loaded machine needs more than the CPU time
 _HUB = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "SLIPSTREAM_CACHE")  # where its tokenizer was loaded from
-_TOO_MUCH = f"preparing the body takes more than {SECONDS:g} s or {MEMORY >> 30} GiB of memory; send less in one request"
+_TOO_MUCH = f"preparing the body takes more than {SECONDS:g} s or {MEMORY_BYTES >> 30} GiB of memory; send less in one request"
 
 
 class LargeBodies:
@@ -36,7 +36,7 @@ class LargeBodies:
     def _start(self) -> LimitedProcess:
         env = {name: os.environ[name] for name in _HUB if name in os.environ}
         env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
-        process = LimitedProcess("-m", "slipstream.serve.prepare_worker", patience=PATIENCE, env=env)
+        process = LimitedProcess("-m", "slipstream.serve.prepare_worker", patience=PATIENCE_SECONDS, env=env)
         try:
             process.ask(self._setup)
         except Overrun:

@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
-MAX_FRAME = 1 << 30  # bytes of one message; a greater length means that the stream is not in this format
+MAX_FRAME_BYTES = 1 << 30  # bytes of one message; a greater length means that the stream is not in this format
 _LENGTH = struct.Struct("<I")
 
 
@@ -25,7 +25,7 @@ def frame(body: bytes) -> bytes:
 class Frames:
     """Cuts a stream into messages, in whatever pieces it arrives."""
 
-    def __init__(self, most: int = MAX_FRAME):
+    def __init__(self, most: int = MAX_FRAME_BYTES):
         self._most = most
         self._rest = bytearray()
 

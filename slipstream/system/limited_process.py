@@ -36,8 +36,8 @@ _ENVIRONMENT = (
 _OWN_ENDS = frozenset(
     {signal.SIGPROF, signal.SIGXCPU, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP, signal.SIGILL}
 )
-_PIECE = 1 << 16  # bytes written or read at a time
-_REAP = 1.0  # seconds that a process has to end after it has closed its pipes
+_PIECE_BYTES = 1 << 16  # bytes written or read at a time
+_REAP_SECONDS = 1.0  # seconds that a process has to end after it has closed its pipes
 
 
 class Overrun(Exception):
@@ -97,13 +97,13 @@ class LimitedProcess:
         view = memoryview(data)
         while view:
             self._await(self._into, select.POLLOUT, deadline)
-            view = view[os.write(self._into, view[:_PIECE]) :]
+            view = view[os.write(self._into, view[:_PIECE_BYTES]) :]
 
     def _read(self, deadline: float) -> bytes:
         frames = Frames()
         while True:
             self._await(self._out, select.POLLIN, deadline)
-            piece = os.read(self._out, _PIECE)
+            piece = os.read(self._out, _PIECE_BYTES)
             if not piece:
                 raise EOFError
             for message in frames.feed(piece):
@@ -120,7 +120,7 @@ class LimitedProcess:
     def _ended(self, late: bool) -> Overrun | Lost:
         """The reason why there is no answer, as an exception to raise."""
         try:
-            code = self._process.wait(0 if late else _REAP)
+            code = self._process.wait(0 if late else _REAP_SECONDS)
         except subprocess.TimeoutExpired:
             code = None
         self.close()

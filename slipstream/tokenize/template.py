@@ -12,9 +12,9 @@ from slipstream.errors import BadRequest, EngineDown, ModelError
 from slipstream.system.limited_process import LimitedProcess, Lost, Overrun
 
 SECONDS = 2.0  # CPU time of one rendering
-MEMORY = 1 << 30  # bytes of address space
+MEMORY_BYTES = 1 << 30  # bytes of address space
 MAX_CHARS = 1 << 26  # of one rendering
-PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
+PATIENCE_SECONDS = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time
 _MARKER = "\ue000continues here\ue001 "  # marks the end of a message's text; its final space shows whether the template trims
 
 
@@ -93,8 +93,8 @@ class ChatTemplate:
         if self._worker is not None and self._worker.alive:
             return self._worker
         self._stop()
-        self._worker = LimitedProcess("-m", "slipstream.tokenize.template_worker", patience=PATIENCE)
-        setup = {"source": self.source, "seconds": SECONDS, "memory": MEMORY, "chars": MAX_CHARS}
+        self._worker = LimitedProcess("-m", "slipstream.tokenize.template_worker", patience=PATIENCE_SECONDS)
+        setup = {"source": self.source, "seconds": SECONDS, "memory": MEMORY_BYTES, "chars": MAX_CHARS}
         try:
             answer = json.loads(self._worker.ask(json.dumps(setup).encode()))
         except Overrun:

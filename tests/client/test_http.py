@@ -133,7 +133,7 @@ def test_a_client_that_leaves_closes_its_connection():
 
 
 def test_silence_is_an_error_after_the_timeout():
-    with FakeServer(delay=5.0) as server, pytest.raises(ServerError, match="no byte for 0.1 s"):
+    with FakeServer(delay=5.0) as server, pytest.raises(ServerError, match="no byte received for 0.1 s"):
         stream(server, timeout=0.1)
 
 

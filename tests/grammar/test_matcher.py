@@ -180,7 +180,7 @@ def test_text_that_spells_a_special_token_stays_text():
         (of_regex("(", "regex"), "unclosed group"),
         (of_regex("a(?=b)", "regex"), "look-around"),
         (of_schema({"minimum": 3, "maximum": 1, "type": "integer"}, "s"), "Unsatisfiable"),
-        (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "s"), "describes no text"),
+        (of_schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "s"), "matches no text"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_a_reason(text, why):

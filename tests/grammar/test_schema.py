@@ -138,7 +138,7 @@ def test_references_resolve_as_json_schema_says(schema):
 
 @pytest.mark.parametrize("ref", ["#D", "other.json", "https://example.com/schema", "#/$defs/none", "#/type/0", "http://[", 5])
 def test_a_reference_to_nothing_is_refused_with_its_text_and_place(ref):
-    with pytest.raises(BadRequest, match="field: .ref at #/properties/a: .*points to nothing") as refused:
+    with pytest.raises(BadRequest, match="field: .ref at #/properties/a: .*does not point to a subschema") as refused:
         of_schema({"type": "object", "properties": {"a": {"$ref": ref}}}, "field")
     assert str(ref) in str(refused.value) and refused.value.param == "field"
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_enforced_is_refused_by_name_and_place_unless_the_client_
         ({"properties": {"a": 5}}, "schema at #/properties/a: must be an object or a boolean, not 5"),
         ({"properties": [1]}, "properties at #: must be an object of schemas"),
         ({"anyOf": []}, "anyOf at #: must be a list"),
-        ({"maxLength": -1}, "maxLength at #: must be a whole number that is not negative, not -1"),
+        ({"maxLength": -1}, "maxLength at #: must be a whole number of at least 0, not -1"),
         ({"minimum": "3"}, "minimum at #: must be a number, not '3'"),
     ],
 )
@@ -302,7 +302,7 @@ def test_the_limits_of_integer_types_leave_the_numbers_people_write():
     check({**INTEGER, "minimum": 0, "maximum": 2**64 - 1}, [0, 9 * 10**18], [-1, 2**64])
     check({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, [0, -2.5, 10**15], [])
     check({**INTEGER, "exclusiveMinimum": 2**53}, [2**53 + 2], [2**53])
-    with pytest.raises(BadRequest, match=r"minimum and maximum at #: no number between"):
+    with pytest.raises(BadRequest, match=r"minimum and maximum at #: no number from"):
         of_schema({**INTEGER, "minimum": 2**53 + 1, "maximum": 2**53 + 1}, "field")
 
 

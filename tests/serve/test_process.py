@@ -115,4 +115,4 @@ def test_a_model_without_a_tokenizer_is_named_in_one_line(tmp_path, capfd):
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     said = capfd.readouterr()
     said = said.out + said.err
-    assert "holds no tokenizer; name one with --tokenizer" in said and "Traceback" not in said
+    assert "holds no tokenizer; give one with --tokenizer" in said and "Traceback" not in said

@@ -20,7 +20,7 @@ from slipstream.transport.arena import Arena
 _ID = struct.Struct("<q")
 _TIME = struct.Struct("<d")
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
-SEGMENT = 64 << 20
+SEGMENT_BYTES = 64 << 20
 
 
 def memcpy_seconds(nbytes: int, turns: int) -> float:
@@ -71,7 +71,7 @@ def _answer(fd: int, sock_fd: int) -> None:
 
 def measure() -> list[dict]:
     """One row per size: bytes, seconds of memcpy, of a move, of a move with the copy out (medians)."""
-    fd = Arena.create(2, SEGMENT)
+    fd = Arena.create(2, SEGMENT_BYTES)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = subprocess.Popen(
         [sys.executable, "-m", "slipstream.bench.micro.arena", str(fd), str(theirs.fileno())], pass_fds=[fd, theirs.fileno()]

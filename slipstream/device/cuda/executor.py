@@ -115,7 +115,7 @@ class CudaExecutor:
             part = -(-self.model.vocab // shard.size)
             self.symmetric.allocate(self._most, self.model.hidden, self.ops.dtype, config.max_num_seqs * WIDTH, part)
         self.copy_seconds = 0.0
-        self.eager_steps = dict.fromkeys(graphs.EAGER_REASONS, 0)
+        self.eager_steps: dict[str, int] = dict.fromkeys(graphs.EAGER_REASONS, 0)
         self._look, self._barriers, self._looked_at = torch.cuda.Stream(device), pinned(1), 0.0
         self._flying: collections.deque[LaunchBuffers] = collections.deque()
         self._clock: tuple[torch.cuda.Event, int] | None = None
@@ -155,6 +155,8 @@ class CudaExecutor:
         for work in (lambda: self._forward_mixed(self._most), lambda: self._forward_decode(slots)):
             work()
             self._head_and_sample(slots)
+        if limits.tables:  # else the first request waits while this kernel is compiled
+            self.tables.write_pages(np.array([[0, self.nobody, 0, 0]], np.int32), self._free[0].buffers)
         torch.cuda.synchronize(self.device)
         self._graphs.capture("tokens", self._token_buckets, self._forward_mixed)
         self._graphs.capture("decode", self._decode_buckets, self._forward_decode)

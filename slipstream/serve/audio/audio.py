@@ -27,7 +27,7 @@ from slipstream.serve.openai.generate import EVENT_HEADERS
 from slipstream.serve.request_body import READ_SECONDS
 
 HEARD_RATE = 16_000
-MAX_BODY = audio_file.MAX_BYTES + (64 << 10)
+MAX_BODY_BYTES = audio_file.MAX_BYTES + (64 << 10)
 _threads = ThreadPoolExecutor(2, "audio")
 _decoders = ThreadPoolExecutor(2, "decode")  # of their own, so that speech does not wait for uploads
 
@@ -47,7 +47,7 @@ def composite_of(http) -> Composite:
 
 
 class _InMemory(MultiPartParser):
-    spool_max_size = MAX_BODY + 1  # nothing is written to disk
+    spool_max_size = MAX_BODY_BYTES + 1  # nothing is written to disk
 
 
 async def form_of(http: Request) -> dict[str, Any]:
@@ -60,8 +60,8 @@ async def form_of(http: Request) -> dict[str, Any]:
         nonlocal size
         async for part in http.stream():
             size += len(part)
-            if size > MAX_BODY:
-                raise Failed(Failure(413, f"the body is larger than {MAX_BODY >> 20} MiB", "file"))
+            if size > MAX_BODY_BYTES:
+                raise Failed(Failure(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", "file"))
             yield part
 
     try:

@@ -25,7 +25,7 @@ FORMATS = {  # response_format -> (content type, FFmpeg's container and codec)
     "wav": ("audio/wav", "", ""),
     "pcm": ("audio/pcm", "", ""),
 }
-_PATIENCE = 120.0  # seconds of wall time that a loaded machine may need for one file
+_PATIENCE_SECONDS = 120.0  # seconds of wall time that a loaded machine may need for one file
 
 
 def decode(data: bytes, rate: int, max_seconds: float = MAX_SECONDS, param: str = "file") -> np.ndarray:
@@ -53,7 +53,9 @@ def decode(data: bytes, rate: int, max_seconds: float = MAX_SECONDS, param: str 
 
 
 def _start() -> LimitedProcess:
-    return LimitedProcess("-m", "slipstream.serve.audio.decode_worker", patience=_PATIENCE, env={"OPENBLAS_NUM_THREADS": "1"})
+    return LimitedProcess(
+        "-m", "slipstream.serve.audio.decode_worker", patience=_PATIENCE_SECONDS, env={"OPENBLAS_NUM_THREADS": "1"}
+    )
 
 
 _processes = Pool("decode", DECODERS, _start)

@@ -22,7 +22,7 @@ from av.error import FFmpegError
 from slipstream.serve.audio.audio_file import HEAD, encode
 from slipstream.system.framing import read_frame, write_frame
 
-MEMORY = 100 << 20  # bytes of address space beyond what the process starts with, the file included
+MEMORY_BYTES = 100 << 20  # bytes of address space beyond what the process starts with, the file included
 MIN_RATE, MAX_RATE, MAX_CHANNELS = 4_000, 192_000, 8
 FORMATS = {  # the name for clients -> FFmpeg's
     "wav": "wav",
@@ -74,7 +74,7 @@ def decode(data: bytes, rate: int, max_seconds: float) -> list[bytes]:
         with av.open(io.BytesIO(data), format=FORMATS[format], options=allowed, metadata_errors="ignore") as container:
             return _blocks(container, rate, max_seconds)
     except MemoryError:  # FFmpeg's memory error is one too
-        raise Refused(f"the audio takes more than {MEMORY >> 20} MiB of memory to decode", 413) from None
+        raise Refused(f"the audio takes more than {MEMORY_BYTES >> 20} MiB of memory to decode", 413) from None
     except (FFmpegError, ValueError, OverflowError):
         raise Refused(NOT_AUDIO) from None
 
@@ -113,7 +113,7 @@ def _limit() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     started_with = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (started_with + MEMORY, started_with + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (started_with + MEMORY_BYTES, started_with + MEMORY_BYTES))
     for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NOFILE):
         resource.setrlimit(what, (0, 0))
 

@@ -11,7 +11,7 @@ from slipstream.serve.audio.speech import check_speed, check_voice
 from slipstream.serve.audio.vad import Turns
 from slipstream.serve.audio.wire_format import FORMATS, PCM, WireFormat
 
-MAX_TEXT = 32_768  # characters of one item or of the instructions
+MAX_TEXT_CHARS = 32_768  # characters of one item or of the instructions
 MAX_TOOLS = 128
 # Silence that ends a turn under `semantic_vad`: this server measures loudness only, so eagerness sets how long a pause may be.
 EAGERNESS_MS = {"low": 1500, "medium": 800, "auto": 800, "high": 400}
@@ -34,8 +34,8 @@ def only(given: dict[str, Any], names: str, param: str) -> dict[str, Any]:
 
 
 def as_text(value: Any, param: str) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise BadRequest(f"{param}: expected a text of at most {MAX_TEXT} characters", param)
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
+        raise BadRequest(f"{param}: expected a text of at most {MAX_TEXT_CHARS} characters", param)
     return value
 
 

@@ -18,13 +18,13 @@ from slipstream.serve.engine.composite import Call
 from slipstream.serve.openai.generate import STREAM_HEADERS
 from slipstream.serve.request_body import read
 
-MAX_INPUT = 4096  # characters to speak; OpenAI's limit
+MAX_INPUT_CHARS = 4096  # characters to speak; OpenAI's limit
 
 
 class SpeechBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/audio/speech."""
 
-    input: Annotated[str, Meta(min_length=1, max_length=MAX_INPUT)]
+    input: Annotated[str, Meta(min_length=1, max_length=MAX_INPUT_CHARS)]
     model: str | None = None
     voice: str | dict[str, str] = VOICES[0]
     response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = "mp3"

@@ -11,7 +11,7 @@ import msgspec
 from slipstream.process.protocol import ToFront, ToLeader
 from slipstream.system.framing import BadFrame, Frames, frame
 
-MAX_UNSENT = 256 << 20  # bytes
+MAX_UNSENT_BYTES = 256 << 20  # bytes
 TURN_SECONDS = 0.005  # for messages in one turn of the loop; the clients' sockets have their turn in between
 
 
@@ -75,7 +75,7 @@ class Link(asyncio.Protocol):
     @property
     def full(self) -> bool:
         """Whether the leader has stopped reading, so that nothing more should be queued."""
-        return self._transport is None or self._transport.get_write_buffer_size() > MAX_UNSENT
+        return self._transport is None or self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES
 
     def send(self, message: ToLeader) -> None:
         if self._transport is not None:

@@ -20,7 +20,7 @@ from slipstream.tokenize.tokenizer import Tokenizer
 SECONDS = 2.0  # of CPU time, for one grammar
 WORKERS = 2
 MAX_WAITING = 256  # grammars that may wait to be tried
-PATIENCE = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time, or to start
+PATIENCE_SECONDS = 15.0  # seconds of wall time that a loaded machine may need for SECONDS of CPU time, or to start
 _VERDICTS = 1024
 _OPTION = "are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"  # not an option that clients have
 _ONE_OF = (
@@ -82,7 +82,7 @@ class GrammarCheck:
             v = Vocabulary.of(self._tokenizer, tokenize=False)
             self._setup = msgspec.msgpack.encode(Setup(SECONDS, v.tokens, v.special_ids, v.end_ids))
         # numpy's threads would each reserve address space, of which this process has little
-        worker = LimitedProcess("-m", "slipstream.grammar.worker", patience=PATIENCE, env={"OPENBLAS_NUM_THREADS": "1"})
+        worker = LimitedProcess("-m", "slipstream.grammar.worker", patience=PATIENCE_SECONDS, env={"OPENBLAS_NUM_THREADS": "1"})
         try:
             worker.ask(self._setup)
         except Overrun:

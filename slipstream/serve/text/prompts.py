@@ -18,7 +18,7 @@ from slipstream.tokenize.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # below this, tokenizing costs less than going to another thread
 TURN_IDS = 1 << 16  # token ids of one prompt that are checked in one turn of the loop
-LONGEST_TOKEN = 256  # characters a token; a text longer than this times the model's length cannot fit
+LONGEST_TOKEN_CHARS = 256  # characters a token; a text longer than this times the model's length cannot fit
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
 
 _threads = ThreadPoolExecutor(2, "prompts")
@@ -105,7 +105,7 @@ def encode(text: str, tokenizer: Tokenizer, limits: RequestLimits | None, specia
     """Raises BadRequest for an empty text, and for one that cannot fit, before it is tokenized."""
     if not text:
         raise BadRequest(f"{name}: must not be empty", name.partition("[")[0])
-    if limits is not None and len(text) > limits.max_len * LONGEST_TOKEN:
+    if limits is not None and len(text) > limits.max_len * LONGEST_TOKEN_CHARS:
         raise BadRequest(f"{name}: must fit in the model's {limits.max_len} tokens; it is longer", name.partition("[")[0])
     return tokenizer.encode(text, add_special_tokens=special)
 
@@ -194,7 +194,7 @@ def templated(
             plain, tools = in_plain_text(plain, tools), None
         return tokenizer.apply_chat(
             plain,
-            max_chars=limits and limits.max_len * LONGEST_TOKEN,
+            max_chars=limits and limits.max_len * LONGEST_TOKEN_CHARS,
             add_generation_prompt=generation,
             continue_final_message=going_on,
             tools=tools,

@@ -22,7 +22,7 @@ from slipstream.grammar.schema import Simplifier
 from slipstream.serve.errors import to_bad_request
 from slipstream.serve.openai.bodies import Generate, StructuredOutputs
 
-MAX_TEXT = 1 << 17  # characters; a grammar travels to every rank in one message
+MAX_TEXT_CHARS = 1 << 17  # characters; a grammar travels to every rank in one message
 SPACES = r" |\n {0,64}"  # between JSON's tokens; without a limit, some models write spaces until max_tokens
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -182,6 +182,6 @@ def _escaped(text: str) -> str:
 
 
 def _check_size(text: str, param: str) -> str:
-    if len(text) > MAX_TEXT:
-        raise BadRequest(f"{param}: must have at most {MAX_TEXT} characters", param)
+    if len(text) > MAX_TEXT_CHARS:
+        raise BadRequest(f"{param}: must have at most {MAX_TEXT_CHARS} characters", param)
     return text
