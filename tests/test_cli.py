@@ -81,11 +81,11 @@ def test_a_simulated_rank_imports_no_torch():
         from slipstream import config
         from slipstream.device.select import build_executor
         from slipstream.process.board import Board
-        from slipstream.rank.worker import open_matchers
+        from slipstream.rank.worker import open_makers
 
         engine = config.EngineConfig(device="sim")
         build_executor(engine, sys.argv[1], 0, 1, -1, Board.create(1).writer(0))
-        open_matchers(engine, sys.argv[1])
+        open_makers(engine, sys.argv[1])
         print([m for m in ("torch", "transformers") if m in sys.modules])"""
     model = str(ROOT / "tests" / "data" / "tiny")
     out = subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, cwd=ROOT, timeout=60)

@@ -5,7 +5,7 @@ equal. No I/O, no clock, no iteration over sets. `apply`, `launch` and `settle` 
 planner tries a plan by calling the same methods as a follower.
 """
 
-from typing import assert_never
+from typing import assert_never, cast
 
 import numpy as np
 
@@ -307,12 +307,18 @@ class Replica(ReplicaState):
             raise BadEntry(f"rows of slots {slots.tolist()}; each is one of {self.limits.slots}, and stands once")
         decodes = np.isin(slots, self.decoding)
         ends = starts + counts
-        right: np.ndarray = (self.phase[slots] == RUNNING) & (counts > 0) & (starts == self.computed[slots])
         chunk = (ends <= self.bound[slots]) & (sampled == (ends == self.bound[slots]))
-        right &= np.where(decodes, (sampled == counts) & (sampled <= self.limits.width), chunk)
-        place: np.ndarray = np.arange(len(slots))
-        right &= decodes == (place < np.count_nonzero(decodes))  # they stand first ...
-        right &= ~decodes | (decode == 0)  # ... and are named only where not every decoding slot has a row
+        wide = (sampled == counts) & (sampled <= self.limits.width)
+        fits = cast("np.ndarray", np.where(decodes, wide, chunk))
+        first = np.zeros(len(slots), np.bool_)
+        first[: np.count_nonzero(decodes)] = True
+        conditions = (
+            (self.phase[slots] == RUNNING) & (counts > 0) & (starts == self.computed[slots]),
+            fits,
+            decodes == first,  # decode rows stand first ...
+            ~decodes if decode else decodes | True,  # ... and are named only where not every decoding slot has a row
+        )
+        right = cast("np.ndarray", np.logical_and.reduce(conditions))
         if not right.all():
             i = int(np.flatnonzero(~right)[0])
             s = int(slots[i])

@@ -117,10 +117,10 @@ def _commit_many(
     tokens = outcome.tokens[rows]
     at = state.committed[slots]
     counts = np.minimum(outcome.accepted[rows], state.limit[slots] - at)
-    places: np.ndarray = np.arange(tokens.shape[1])
+    places = np.fromiter(range(tokens.shape[1]), np.intp)
     if state.stop_ids:
         stops = np.isin(tokens, list(state.stop_ids)) & (places < counts[:, None])
-        for i in np.flatnonzero(stops.any(axis=1)).tolist():
+        for i in np.flatnonzero(np.any(stops, axis=1)).tolist():
             own = state.requests[int(slots[i])].sampling.stop_ids
             counts[i] = next((j + 1 for j in np.flatnonzero(stops[i]).tolist() if int(tokens[i, j]) in own), counts[i])
     taken = places < counts[:, None]

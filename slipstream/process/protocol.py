@@ -5,7 +5,10 @@ terminal events to clients; it must end each request exactly once, by `Finished`
 connection ends.
 """
 
+from collections.abc import Iterator
+
 import msgspec
+from msgspec import structs
 
 from slipstream.log.caches import Limits
 from slipstream.log.request import Request, TokenLogprobs
@@ -16,6 +19,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
     more: tuple[int, ...] = ()  # ids of further choices: the same request with the next choice numbers
+
+    def requests(self) -> Iterator[Request]:
+        """A request for each choice. They share what is large: prompt, bias and grammar."""
+        request = self.request
+        yield request
+        for k, id in enumerate(self.more, request.sampling.choice + 1):
+            yield structs.replace(request, id=id, sampling=structs.replace(request.sampling, choice=k))
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -7,8 +7,8 @@ import numpy as np
 from slipstream.log.batch import Batch, DeviceOp, Outcome
 from slipstream.log.entries import Entry, Forget, Prepared, Reply, RequestBody
 from slipstream.log.grammar import Matcher
-from slipstream.log.request import Request, Resource
-from slipstream.process.protocol import ToFront
+from slipstream.log.request import Resource
+from slipstream.process.protocol import Abort, Submit, ToFront
 
 # --- events
 
@@ -23,19 +23,6 @@ class Tick(NamedTuple):
     """Time has passed (leader only)."""
 
 
-class Submitted(NamedTuple):
-    """A front end handed in a request (leader only)."""
-
-    request: Request
-
-
-class Aborted(NamedTuple):
-    """A request's client is gone, or a stop string ended it after `kept` generated tokens (leader only)."""
-
-    id: int
-    kept: int
-
-
 class ResourcesReady(NamedTuple):
     """What this rank was asked to prepare for a request is there, or could not be made."""
 
@@ -44,7 +31,7 @@ class ResourcesReady(NamedTuple):
     error: str = ""
 
 
-Event = Entry | RequestBody | Forget | Reply | Prepared | Arrived | Tick | Submitted | Aborted | ResourcesReady
+Event = Entry | RequestBody | Forget | Reply | Prepared | Arrived | Tick | Submit | Abort | ResourcesReady
 
 # --- effects
 

@@ -1,25 +1,14 @@
 """The leader's side of the stream to one front end. Never blocks: what the front end does not read is kept, up to a bound."""
 
 import socket
-from collections.abc import Iterator
 
 import msgspec
-from msgspec import structs
 
-from slipstream.log.request import Request
-from slipstream.process.protocol import Submit, ToFront, ToLeader
+from slipstream.process.protocol import ToFront, ToLeader
 from slipstream.system.framing import BadFrame, Frames, frame
 
 MAX_UNSENT = 64 << 20  # bytes
 _READ = 1 << 18  # bytes
-
-
-def choices_of(message: Submit) -> Iterator[Request]:
-    """A request for each choice. They share what is large: prompt, bias and grammar."""
-    request = message.request
-    yield request
-    for k, id in enumerate(message.more, request.sampling.choice + 1):
-        yield structs.replace(request, id=id, sampling=structs.replace(request.sampling, choice=k))
 
 
 class FrontLink:

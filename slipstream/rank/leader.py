@@ -15,9 +15,8 @@ from slipstream.log.replica import Replica
 from slipstream.log.request import Request
 from slipstream.log.settling import Settled
 from slipstream.log.state import Ended
-from slipstream.process.protocol import Finished, PromptLogprobs, Refused, Started, Tokens
+from slipstream.process.protocol import Abort, Finished, PromptLogprobs, Refused, Started, Submit, Tokens
 from slipstream.rank.events import (
-    Aborted,
     Arrived,
     Effect,
     Event,
@@ -27,7 +26,6 @@ from slipstream.rank.events import (
     SendReply,
     SendToFront,
     Span,
-    Submitted,
     Wake,
 )
 from slipstream.rank.loop import Rank
@@ -97,9 +95,10 @@ class Leader(Rank):
 
     def take(self, event: Event) -> Iterator[Effect]:
         """Takes in what a front end and followers send, without planning yet; the rest is every rank's."""
-        if isinstance(event, Submitted):
-            yield from self.submit(event.request)
-        elif isinstance(event, Aborted):
+        if isinstance(event, Submit):
+            for request in event.requests():
+                yield from self.submit(request)
+        elif isinstance(event, Abort):
             yield from self.abort(event)
         elif isinstance(event, Reply):
             yield from self.check_reply(event)
@@ -162,7 +161,7 @@ class Leader(Rank):
             assert isinstance(effect, SendReply) and isinstance(effect.reply, Prepared)
             yield from self.peer_prepared(effect.reply)
 
-    def abort(self, event: Aborted) -> Iterator[Effect]:
+    def abort(self, event: Abort) -> Iterator[Effect]:
         if event.id in self.preparing:
             yield from self.unprepare(event.id)
         elif not self.planner.abort(event.id, event.kept):

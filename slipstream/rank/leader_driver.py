@@ -10,10 +10,10 @@ import numpy as np
 from slipstream.errors import Diverged
 from slipstream.log.batch import Offload, Restore
 from slipstream.process.channel import LeaderEnd
-from slipstream.process.protocol import Finished, Load, Refused, Submit, Tokens
+from slipstream.process.protocol import Abort, Finished, Load, Refused, Submit, Tokens
 from slipstream.rank.driver import IDLE, Driver, Parts
-from slipstream.rank.events import Aborted, DeviceEffect, Event, Poison, Send, SendToFront, Submitted, Tick, Wake
-from slipstream.rank.front_link import FrontLink, choices_of
+from slipstream.rank.events import DeviceEffect, Event, Poison, Send, SendToFront, Tick, Wake
+from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader import HEARTBEAT, Leader
 from slipstream.system.say import say
 
@@ -135,7 +135,7 @@ class LeaderDriver(Driver):
             if isinstance(message, Submit):
                 self.submit(Choices.of(link, message), message, now)
             else:
-                self.take(Aborted(message.id, message.kept), now)
+                self.take(message, now)
         if link.closed:
             self.forget(fd, link, now)
 
@@ -146,9 +146,9 @@ class LeaderDriver(Driver):
                 choices.link.queue(Refused(id, 429, text))
             return
         self.held_bytes += choices.weight
-        for request in choices_of(message):
-            self.owner[request.id] = choices
-            self.take(Submitted(request), now)
+        for id in (message.request.id, *message.more):
+            self.owner[id] = choices
+        self.take(message, now)
 
     def disown(self, id: int) -> FrontLink | None:
         """The request has ended; returns whose it was."""
@@ -179,7 +179,7 @@ class LeaderDriver(Driver):
         del self.fronts[fd]
         for id in [id for id, choices in self.owner.items() if choices.link is link]:
             self.disown(id)
-            self.take(Aborted(id, -1), now)
+            self.take(Abort(id), now)
 
     def _falls_idle(self) -> bool:
         """Whether nothing runs any more and nobody has been told."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.config import EngineConfig, ServerConfig, served_names
-from slipstream.errors import BadRequest, EngineDown
+from slipstream.errors import EngineDown
 from slipstream.process.board import Board
 from slipstream.serve.budget import Budget
 from slipstream.serve.delivery import Deliveries
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.engine.progress import Progress
-from slipstream.serve.jobs import Desk
+from slipstream.serve.jobs import Desk, check_model
 from slipstream.serve.observe.metrics import Metrics
 from slipstream.serve.observe.shared_counters import SharedCounters
 from slipstream.serve.observe.telemetry import open_telemetry
@@ -74,16 +74,14 @@ class Front:
         return self.tokenizer
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.models:
-            here = ", ".join(map(repr, self.models))
-            raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {here}", "model", 404)
+        check_model(name, self.models)
 
     def desk(self, generates: bool) -> Desk:
         """What preparing a request needs. Raises EngineDown or Failed (503) where there is no tokenizer, or no engine."""
         tokenizer = self.ready_tokenizer()
         assert self.names is not None
         limits = self.engine.check_ready() if generates else self.engine.limits
-        return Desk(self.model, tokenizer, self.names, self.dialect, limits)
+        return Desk(self.models, tokenizer, self.names, self.dialect, limits)
 
     def unhealthy(self) -> str | None:
         """Why a new request would not be served well now; None when it would."""

@@ -32,18 +32,28 @@ from slipstream.serve.text.tools import for_template
 from slipstream.tokenize.tokenizer import Tokenizer
 
 
+def check_model(name: str | None, models: list[str]) -> None:
+    """Raises BadRequest (404) for a model that is not served here."""
+    if name is not None and name not in models:
+        here = ", ".join(map(repr, models))
+        raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {here}", "model", 404)
+
+
 class Desk(NamedTuple):
     """What every job needs besides the body."""
 
-    model: str
+    models: list[str]  # the names under which the model is served
     tokenizer: Tokenizer
     names: TokenNames
     dialect: Dialect
     limits: RequestLimits | None  # None: the engine is not there, and only jobs that generate nothing run
 
+    @property
+    def model(self) -> str:
+        return self.models[0]
+
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model:
-            raise BadRequest(f"model: {name[:200]!r} is not served here; this server has {self.model!r}", "model", 404)
+        check_model(name, self.models)
 
 
 class Prepared(msgspec.Struct):

@@ -39,7 +39,7 @@ def open_desk(setup: Setup) -> Desk:
     engine = config.from_json(config.EngineConfig, setup.engine)
     server = config.from_json(config.ServerConfig, setup.server)
     tokenizer = tokenizer_of(engine, setup.model_path)
-    return Desk(config.served_names(engine, server)[0], tokenizer, TokenNames(tokenizer), detect(tokenizer, server), None)
+    return Desk(config.served_names(engine, server), tokenizer, TokenNames(tokenizer), detect(tokenizer, server), None)
 
 
 def tokenizer_of(engine: config.EngineConfig, model_path: str):

@@ -69,7 +69,10 @@ async def prepared(http: HttpRequest, name: str, stored=None) -> Prepared:
     front: Front = http.app.state.front
     async with body_of(http) as raw:
         found = await _run(front, name, raw, b"")
-        return await _run(front, name, raw, stored(found.wants)) if found.wants is not None else found
+        if found.wants is None:
+            return found
+        assert stored is not None, "only responses name earlier ones"
+        return await _run(front, name, raw, stored(found.wants))
 
 
 async def _run(front: Front, name: str, raw: bytearray, earlier: bytes) -> Prepared:

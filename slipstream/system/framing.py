@@ -29,7 +29,7 @@ class Frames:
         self._most = most
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[memoryview]:
+    def feed(self, data: bytes | bytearray) -> Iterator[memoryview]:
         """The messages that `data` completes, each without its length. Take them all. Raises BadFrame."""
         if self._rest:
             self._rest += data

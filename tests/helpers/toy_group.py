@@ -18,10 +18,9 @@ from slipstream.log.replica import Replica
 from slipstream.log.request import Request, SamplingParams
 from slipstream.log.state import ENDED, FREE, PREEMPTED, RUNNING
 from slipstream.log.tables import PageTable
-from slipstream.process.protocol import Finished, Refused, Started, Tokens
+from slipstream.process.protocol import Abort, Finished, Refused, Started, Submit, Tokens
 from slipstream.rank.effects import Interpreter
 from slipstream.rank.events import (
-    Aborted,
     Arrived,
     DeviceEffect,
     Launch,
@@ -33,7 +32,6 @@ from slipstream.rank.events import (
     SendReply,
     SendToFront,
     Span,
-    Submitted,
     Tick,
     Wake,
 )
@@ -221,10 +219,10 @@ class ToyGroup(Interpreter):
         for r in requests:
             self.sent[r.id] = r
             self.tokens[r.id] = []
-            self._on(0, Submitted(r))
+            self._on(0, Submit(r))
 
     def abort(self, id: int, kept: int = -1) -> None:
-        self._on(0, Aborted(id, kept))
+        self._on(0, Abort(id, kept))
 
     def turn(self) -> None:
         """One step ends on every rank; or, where none runs, time passes."""

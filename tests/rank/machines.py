@@ -18,7 +18,7 @@ from slipstream.log.caches import Limits, one_table
 from slipstream.log.grammar import MakeMatcher
 from slipstream.log.replica import Replica
 from slipstream.log.request import Request
-from slipstream.process.protocol import Finished, Refused, Tokens
+from slipstream.process.protocol import Abort, Finished, Refused, Submit, Tokens
 from slipstream.rank import events
 from slipstream.rank.effects import Interpreter
 from slipstream.rank.leader import Leader
@@ -72,10 +72,10 @@ class Machines(Interpreter):
         self.ends: dict[int, list[Finished | Refused]] = {}
 
     def submit(self, request: Request) -> None:
-        self._on(0, events.Submitted(request))
+        self._on(0, Submit(request))
 
     def abort(self, id: int) -> None:
-        self._on(0, events.Aborted(id, -1))
+        self._on(0, Abort(id, -1))
 
     def turn(self, rng: random.Random) -> bool:
         """One action; False where there is none but waiting."""

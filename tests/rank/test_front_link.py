@@ -10,7 +10,7 @@ import pytest
 from slipstream.log.request import Request, SamplingParams
 from slipstream.process.protocol import Abort, Finished, Refused, Submit
 from slipstream.rank import front_link
-from slipstream.rank.front_link import FrontLink, choices_of
+from slipstream.rank.front_link import FrontLink
 from slipstream.rank.leader_driver import BEHIND_BYTES, BEHIND_SECONDS, Choices, LeaderDriver
 from slipstream.system.framing import Frames, frame
 
@@ -78,7 +78,7 @@ def submit(first: int, count: int) -> Submit:
 
 
 def test_choices_share_what_is_large_and_differ_in_their_number():
-    requests = list(choices_of(msgspec.msgpack.decode(msgspec.msgpack.encode(submit(10, 3)), type=Submit)))
+    requests = list(msgspec.msgpack.decode(msgspec.msgpack.encode(submit(10, 3)), type=Submit).requests())
     assert [(r.id, r.sampling.choice, r.sampling.seed) for r in requests] == [(10, 0, 7), (11, 1, 7), (12, 2, 7)]
     assert all(r.sampling.logit_bias is requests[0].sampling.logit_bias and r.prompt is requests[0].prompt for r in requests)
 
@@ -89,7 +89,7 @@ def test_requests_beyond_the_queue_s_bytes_are_refused_until_others_have_ended(e
     driver.owner, driver.held_bytes = {}, 0
     driver.queue_bytes = 2 * Choices.of(link, submit(0, 2)).weight
     taken = []
-    driver.take = lambda event, now: taken.append(event.request.id)  # type: ignore[method-assign]
+    driver.take = lambda event, now: taken.extend(r.id for r in event.requests())  # type: ignore[method-assign]
     for first in (10, 20, 30):
         driver.submit(Choices.of(link, submit(first, 2)), submit(first, 2), 0.0)
     assert taken == [10, 11, 20, 21] and driver.held_bytes == driver.queue_bytes

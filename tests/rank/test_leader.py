@@ -7,7 +7,7 @@ from slipstream.log.batch import Batch, InitSlot
 from slipstream.log.caches import one_table
 from slipstream.log.entries import Entry, Reply
 from slipstream.log.replica import Replica
-from slipstream.process.protocol import Finished, Tokens
+from slipstream.process.protocol import Finished, Submit, Tokens
 from slipstream.rank.effects import Interpreter
 from slipstream.rank.events import (
     Arrived,
@@ -19,7 +19,6 @@ from slipstream.rank.events import (
     SendReply,
     SendToFront,
     Span,
-    Submitted,
     Tick,
     Wake,
 )
@@ -90,7 +89,7 @@ class Lone(Interpreter):
 
 def test_an_end_waits_until_every_rank_has_acknowledged_the_drop_and_tokens_do_not():
     group = Lone(size=3)
-    group.on(Submitted(request(1, range(4), 2)))
+    group.on(Submit(request(1, range(4), 2)))
     while group.batches:
         group.land()
     assert sum(isinstance(m, Tokens) for m in group.messages) == 2 and not group.ends()
@@ -106,7 +105,7 @@ def test_an_end_waits_until_every_rank_has_acknowledged_the_drop_and_tokens_do_n
 
 def started(size: int = 2) -> Lone:
     group = Lone(size)
-    group.on(Submitted(request(1, range(4), 100)))
+    group.on(Submit(request(1, range(4), 100)))
     group.land()
     group.land()
     return group
@@ -129,7 +128,7 @@ def test_ff01_anything_but_one_equal_reply_from_each_rank_in_order_poisons_and_n
     group.on(spoil(group.right(1)))
     assert group.poisoned_by is not None and says in group.poisoned_by.reason
     written = len(group.entries)
-    group.on(Submitted(request(2, range(4))))
+    group.on(Submit(request(2, range(4))))
     group.now += 10
     group.on(Tick())
     assert len(group.entries) == written
@@ -146,7 +145,7 @@ def test_a_reply_to_an_entry_that_was_never_written_poisons():
 
 def test_ff15_entries_without_a_reply_are_bounded():
     group = Lone()
-    group.on(Submitted(request(1, range(4), 200)))
+    group.on(Submit(request(1, range(4), 200)))
     for _ in range(3 * WINDOW):
         if group.batches:
             group.land()
@@ -172,7 +171,7 @@ def test_an_idle_leader_writes_an_empty_entry_each_second():
 
 def test_serial_scheduling_waits_for_no_reply_and_never_has_two_steps_in_flight():
     group = Lone(asynchronous=False)
-    group.on(Submitted(request(1, range(4), 30)))
+    group.on(Submit(request(1, range(4), 30)))
     for _ in range(29):
         assert len(group.batches) == 1
         group.land()
@@ -223,7 +222,7 @@ def test_a_host_that_wakes_late_is_woken_earlier_until_the_device_is_fed():
     """Steps of 20 ms, and wake-ups 8 ms late: with the usual lead each would come after the device has run dry."""
     group = Lone(size=1)
     group.leader.planner.budget.base = 0.02
-    group.on(Submitted(request(1, range(4), 240)))
+    group.on(Submit(request(1, range(4), 240)))
     overlapped = []
     for _ in range(100):
         begin = group.now

@@ -14,7 +14,6 @@ import msgspec
 from slipstream.errors import BadRequest
 from slipstream.log.request import Request, TokenLogprobs
 from slipstream.process.protocol import Abort, Finished, Load, PromptLogprobs, Refused, Started, Submit, Tokens, ToLeader
-from slipstream.rank.front_link import choices_of
 from slipstream.system.framing import Frames, frame
 
 EOS, START = 256, 257
@@ -160,7 +159,7 @@ class FakeLeader:
     def _take(self, data: bytes) -> None:
         for message in map(self._decode, self._frames.feed(data)):
             if isinstance(message, Submit):
-                for request in choices_of(message):
+                for request in message.requests():
                     self._admit(request)
             else:
                 self.aborts.append(message)

@@ -21,8 +21,8 @@ from slipstream.bench.micro.solo import Solo
 from slipstream.log.batch import Batch
 from slipstream.log.caches import one_table
 from slipstream.log.replica import Replica
-from slipstream.process.protocol import Tokens
-from slipstream.rank.events import Arrived, Event, SendToFront, Submitted, Tick, Wake
+from slipstream.process.protocol import Submit, Tokens
+from slipstream.rank.events import Arrived, Event, SendToFront, Tick, Wake
 from slipstream.rank.leader import Leader
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
@@ -92,7 +92,7 @@ def burst(run: VirtualRun, streams: int, prompts: int, seed: int, delay: float =
     jobs = workloads.burst(workloads.Shape(), streams, prompts, seed)
     for job in jobs:
         at = 0.0 if job.kind == "stream" else delay
-        run.add(at, Submitted(request(job.index, job.prompt_len, 10**4 if job.kind == "stream" else job.output_len)))
+        run.add(at, Submit(request(job.index, job.prompt_len, 10**4 if job.kind == "stream" else job.output_len)))
     burst_ids = [j.index for j in jobs if j.kind == "burst"]
     end = delay
     while not all(id in run.heard for id in burst_ids):
@@ -186,9 +186,9 @@ def _example(args: argparse.Namespace) -> VirtualRun:
     """Streams, then two long prompts at once, then short ones."""
     run = VirtualRun(args.target_itl_ms * 1e-3, args.sim_step_us * 1e-6, args.sim_token_us * 1e-6)
     for id in range(args.streams):
-        run.add(0.0, Submitted(request(id, 200, 1000)))
+        run.add(0.0, Submit(request(id, 200, 1000)))
     for id, (at, length) in enumerate([(0.24, 5000), (0.24, 3000), (0.30, 300), (0.34, 900), (0.36, 120)], 1000):
-        run.add(at, Submitted(request(id, length, 16)))
+        run.add(at, Submit(request(id, length, 16)))
     run.run(0.6)
     return run
 

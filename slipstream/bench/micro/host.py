@@ -29,7 +29,7 @@ from slipstream.process.board import PHASES, Board
 from slipstream.process.group import Spec
 from slipstream.process.protocol import Attach, Finished, Submit, ToFront
 from slipstream.process.supervisor import Supervisor
-from slipstream.rank.events import Arrived, Event, Send, SendToFront, Span, Submitted
+from slipstream.rank.events import Arrived, Event, Send, SendToFront, Span
 from slipstream.rank.leader import Leader
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
@@ -51,7 +51,7 @@ class TimedLeader(Solo):
     def __init__(self, leader: Leader):
         super().__init__(leader, 30_000)
         self.encode = msgspec.msgpack.Encoder().encode
-        self.spent = dict.fromkeys(PHASES_SHOWN, 0.0)
+        self.spent: dict[str, float] = dict.fromkeys(PHASES_SHOWN, 0.0)
         self.outcomes: list[Outcome] = []
         self.sizes: list[int] = []
         self.counting = False
@@ -86,7 +86,7 @@ def machine_cost(waiting: int, steps: int = 2000) -> dict[str, float]:
     replica = Replica(one_table(pages=ROWS * 400, slots=ROWS, max_len=6000, page_size=16))
     timed = TimedLeader(Leader(replica, Planner(replica, Budget(2048), waiting + ROWS), 1, True))
     for id in range(ROWS + waiting):
-        timed.on(Submitted(request(id, 32, 5900)), id * 1e-6)
+        timed.on(Submit(request(id, 32, 5900)), id * 1e-6)
     now = 1.0
     for done in range(steps + 50):
         now += 0.004

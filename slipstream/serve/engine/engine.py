@@ -190,15 +190,14 @@ class Engine:
         now = time.monotonic()
         told: dict[int, Sink] = {}
         for m in messages:
-            kind = type(m)
-            if kind is Tokens:
+            if isinstance(m, Tokens):
                 self._tokens(m, now, told)
-            elif kind is Load:
+            elif isinstance(m, Load):
                 self.load = m
                 if self._on_load is not None:
                     self._on_load(m, self._fresh)
                 self._fresh = False
-            elif kind is Finished:
+            elif isinstance(m, Finished):
                 if m.reason in ("stop", "length"):
                     self._end(m.id, "finish", m.reason)
                 elif m.reason == "abort":
@@ -206,12 +205,12 @@ class Engine:
                 else:
                     self._end(m.id, "fail", Failure(500, m.error or "the engine ended the request", code="engine_error"))
                 told.pop(m.id, None)
-            elif kind is Refused:
+            elif isinstance(m, Refused):
                 retry = 1.0 if m.status in (429, 503) else None
                 self._end(m.id, "fail", Failure(m.status, m.message, m.param, retry_after=retry))
-            elif kind is Started:
+            elif isinstance(m, Started):
                 self._tell(m.id, told, "started", m.cached_tokens)
-            elif kind is PromptLogprobs:
+            elif isinstance(m, PromptLogprobs):
                 self._tell(m.id, told, "prompt_logprobs", m.start, m.rows)
         for id, sink in told.items():
             if id in self._live:

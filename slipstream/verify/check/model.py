@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from slipstream.log.entries import Entry, Prepared, Reply
-from slipstream.rank.events import Aborted, Arrived, ResourcesReady, Submitted, Tick
+from slipstream.process.protocol import Abort, Submit
+from slipstream.rank.events import Arrived, ResourcesReady, Tick
 from slipstream.rank.leader import Leader
 from slipstream.rank.loop import Rank
 from slipstream.verify.check.cases import Case
@@ -183,11 +184,11 @@ class Model:
         if kind == "submit":
             i = action[1]
             world = with_client(world, i, Client(LIVE))
-            return self._react(world, 0, ("submit", i), lambda: Submitted(self.case.requests[i]))
+            return self._react(world, 0, ("submit", i), lambda: Submit(self.case.requests[i]))
         if kind == "abort":
             i = action[1]
             world = with_client(world, i, world.front[i]._replace(phase=ABORTED))
-            return self._react(world, 0, ("abort", i), lambda: Aborted(i, self.case.kept))
+            return self._react(world, 0, ("abort", i), lambda: Abort(i, self.case.kept))
         if kind == "plan":
             return self._react(world, 0, ("plan",), Tick, GO)
         if kind == "read":

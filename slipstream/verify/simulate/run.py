@@ -13,8 +13,7 @@ import numpy as np
 from slipstream.log.caches import Limits
 from slipstream.log.entries import Entry
 from slipstream.log.replica import Replica
-from slipstream.process.protocol import Finished, PromptLogprobs, Refused, Started, ToFront, Tokens
-from slipstream.rank.events import Aborted, Submitted
+from slipstream.process.protocol import Abort, Finished, PromptLogprobs, Refused, Started, Submit, ToFront, Tokens
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
 from slipstream.verify.common.audit import at_rest, audit
@@ -91,7 +90,7 @@ class Run:
         if client.gone:
             self.at(self.now + client.gone, self._leave, id)
         self.note(f"client {id} submits {client.request.prompt_len} tokens, wants {client.request.max_tokens}")
-        self.group.on(0, Submitted(client.request))
+        self.group.on(0, Submit(client.request))
 
     def _leave(self, id: int) -> None:
         if id in self.open:
@@ -102,7 +101,7 @@ class Run:
         """Tells the leader, a little later, that a client has ended by itself."""
         self.aborted.add(id)
         delay = FRONT_DELAY * self.group.random.random()
-        self.at(self.now + delay, lambda group: group.on(0, Aborted(id, kept)), self.group)
+        self.at(self.now + delay, lambda group: group.on(0, Abort(id, kept)), self.group)
 
     def _end(self, id: int, how: str) -> None:
         if id in self.ends:

@@ -15,6 +15,7 @@ from slipstream.graph.conductor import Output, RequestFailed
 from slipstream.serve.app import build
 from slipstream.serve.audio.audio_file import decode, encode
 from slipstream.serve.audio.secret_token import signed
+from slipstream.serve.budget import Budget
 
 RATE = 24_000
 TONE = (np.sin(np.arange(RATE) * 0.1) * 12_000).astype(np.int16)
@@ -76,6 +77,7 @@ def http(composite):
     tokenizer = SimpleNamespace(encode=lambda text, special=True: text.split())
     front = SimpleNamespace(
         server_config=ServerConfig(),
+        bodies=Budget(1 << 30),
         composite=composite,
         model="voice",
         check_model=lambda name: None,
@@ -137,6 +139,7 @@ def test_speech_is_streamed_in_every_format(http, composite, format):
 def test_a_client_secret_opens_a_session_with_its_settings_and_nothing_else(composite):
     front = SimpleNamespace(
         server_config=ServerConfig(api_key="secret"),
+        bodies=Budget(1 << 30),
         composite=composite,
         model="voice",
         models=["voice"],
