@@ -5,7 +5,7 @@ A device is one in-order stream. Queued work runs in the order of the calls and 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class Executor(Protocol):
     """One rank's device, with its part of the model loaded. Its calls come in this order: capacity, start, all others."""
 
     copy_seconds: float  # how long a page takes to the host and back; known after `start`
-    eager_steps: dict[str, int]  # outside captured work, by reason (a step may have several); empty where nothing is captured
+    eager_steps: dict[Any, int]  # outside captured work, by reason (a step may have several); empty where nothing is captured
 
     def capacity(self) -> Capacity:
         """The pages and slots that fit into memory besides the weights and the largest step."""
