@@ -45,7 +45,7 @@ def test_every_command_has_help(command, capsys):
         (["serve", "--api-key", ""], "--api-key: is empty"),
         (["serve", "--api-key"], "--api-key: expected one argument"),
         (["serve", "--uds", "x" * 200], "--uds: the path has 200 bytes"),
-        (["serve", "--chat-template", "/nowhere"], "--chat-template: /nowhere is neither a file nor a template"),
+        (["serve", "--chat-template", "/nowhere"], "--chat-template: /nowhere is neither a file nor the text of a template"),
         (["serve", "--config", "/nowhere.yaml"], "--config /nowhere.yaml"),
         (["bench", "closd"], "unknown 'closd'; did you mean closed?"),
         (["bench", "closed", "--concurency", "3"], "did you mean --concurrency?"),

@@ -262,7 +262,7 @@ def test_one_of_is_compared_in_bounded_time():
     """Whatever the branches: 2,000 constants, or references that fan out."""
     constants = {"oneOf": [{"const": f"value {i}", "title": "x"} for i in range(2000)]}
     check(constants, ["value 7"], ["value 2000"])
-    with pytest.raises(BadRequest, match="branches 3 and 2000 both"):
+    with pytest.raises(BadRequest, match="both of its branches 3 and 2000"):
         of_schema({"oneOf": [*constants["oneOf"], {"enum": ["value 3"]}]}, "field")
     fan = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 40} for i in range(9)} | {"d9": INTEGER}
     with pytest.raises(BadRequest, match="oneOf at #: .*anyOf"):

@@ -41,7 +41,7 @@ def test_errors_are_counted_shown_and_make_the_status_nonzero(tmp_path, capsys):
     figures = json.loads(out.read_text())["figures"]
     assert (figures["requests"], figures["completed"], figures["errors"]) == (20, 0, 20)
     assert figures["error_reasons"]["HTTP 429: the queue is full"] == 4
-    assert "12 of 13 tokens came (finish reason length)" in figures["error_reasons"]
+    assert "12 of 13 tokens received (finish reason length)" in figures["error_reasons"]
     assert "16 x 12 of 13" in capsys.readouterr().out
 
 

@@ -50,7 +50,7 @@ def test_the_parity_set_spans_20_to_3000_tokens_greedy_or_seeded():
 
 
 def test_what_does_not_fit_is_refused_with_the_scale_that_would():
-    with pytest.raises(ConfigError, match=r"3256 tokens and the model takes 2048; use --scale 0\.62"):
+    with pytest.raises(ConfigError, match=r"3256 tokens and the model takes at most 2048; use --scale 0\.62"):
         workloads.check_fit(workloads.mix(Shape(), 10, 0), 2048)
     workloads.check_fit(workloads.mix(Shape().scaled(0.62), 10, 0), 2048)
 
