@@ -178,7 +178,7 @@ def test_ff17_capacities_are_the_least_of_the_ranks_and_an_odd_rank_stops_the_st
         clients = Clients(server, 4, max_tokens=100)
         clients.join()
         assert all(e[-1].data == "[DONE]" for e in clients.events)
-        assert server.metric("slipstream:kv_pages_total") == 65_536 // 3
+        assert server.metric("slipstream:kv_pages") == 65_536 // 3
     server = BadServer("-tp", "2", start_fault={"rank": 1, "fault": "other config", "from": 1}, wait=False)
     try:
         assert server.wait() == 2

@@ -154,7 +154,7 @@ class Metrics(Collector):
         yield self._gauge("num_requests_running", "Requests that are running.", running)
         yield self._gauge("num_requests_waiting", "Requests that wait for room.", waiting)
         yield self._gauge("kv_pages_used", "Pages of the KV cache that requests hold.", used)
-        yield self._gauge("kv_pages_total", "Pages of the KV cache.", self._pages_total)
+        yield self._gauge("kv_pages", "Pages of the KV cache, used or not.", self._pages_total)
         yield self._gauge(
             "kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", used / self._pages_total if self._pages_total else 0
         )
