@@ -5,7 +5,7 @@ from typing import Any
 TYPES = {
     "null": lambda v: v is None,
     "boolean": lambda v: isinstance(v, bool),
-    "integer": lambda v: is_number(v) and v == int(v),
+    "integer": lambda v: is_number(v) and (isinstance(v, int) or v.is_integer()),
     "number": lambda v: is_number(v),
     "string": lambda v: isinstance(v, str),
     "array": lambda v: isinstance(v, list),
