@@ -7,7 +7,6 @@ Messages both ways are framed as `system.framing` says. First `Setup` in msgpack
 for refusing the grammar as text, empty if it is accepted.
 """
 
-import resource
 import signal
 import sys
 
@@ -15,6 +14,7 @@ import msgspec
 
 from slipstream.grammar.matcher import Maker, Vocabulary
 from slipstream.system.framing import read_frame, write_frame
+from slipstream.system.own_limits import limit_this_process
 
 MEMORY_BYTES = 2 << 30  # bytes of address space, the vocabulary's index included
 
@@ -34,16 +34,8 @@ def _write(answer: str) -> None:
     write_frame(sys.stdout.buffer, answer.encode())
 
 
-def _limit() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-
-
 def main() -> None:
-    _limit()
+    limit_this_process(MEMORY_BYTES)
     first = _read()
     if first is None:
         return

@@ -7,7 +7,6 @@ Messages both ways are framed as `system.framing` says: first `Setup`, then for 
 conversation; answers are `Answered`.
 """
 
-import resource
 import signal
 import sys
 
@@ -20,6 +19,7 @@ from slipstream.serve.jobs import Answered, Asked, Desk, encode_answer, run
 from slipstream.serve.text.dialect import detect
 from slipstream.serve.text.logprobs import TokenNames
 from slipstream.system.framing import read_frame, write_frame
+from slipstream.system.own_limits import limit_this_process
 from slipstream.tokenize.tokenizer import load_tokenizer
 
 MEMORY_BYTES = 6 << 30  # bytes of address space, the tokenizer included
@@ -57,20 +57,12 @@ def answer(asked: Asked, raw: bytes, earlier: bytes, desk: Desk) -> Answered:
         return Answered(failed=e.failure)
 
 
-def limit() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-
-
 def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     setup = read_frame(requests)
     if setup is None:
         return
-    limit()
+    limit_this_process(MEMORY_BYTES)
     desk = open_desk(msgspec.msgpack.decode(setup, type=Setup))
     write_frame(answers, b"")
     while (head := read_frame(requests)) is not None:

@@ -1,6 +1,6 @@
 """The process that renders chat templates: `python -m slipstream.tokenize.template_worker`, started by `template.py`.
 
-It imports jinja2, the standard library and `system.framing` only.
+It imports jinja2, the standard library, `system.framing` and `system.own_limits` only.
 
 A template is a program that came with a model. It runs in jinja2's sandbox, and the kernel enforces limits: CPU time for
 each rendering (a timer whose signal ends the process, also from inside one long C call), memory, no new files. The parent sees
@@ -12,7 +12,6 @@ rendering the template's variables; answers are {"text"} or {"error", "kind"} wi
 
 import datetime
 import json
-import resource
 import signal
 import sys
 
@@ -22,6 +21,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from slipstream.system.framing import read_frame, write_frame
+from slipstream.system.own_limits import limit_this_process
 
 
 class Raised(jinja2.TemplateError):
@@ -92,21 +92,12 @@ def _write(stream, answer: dict) -> None:
     write_frame(stream, json.dumps(answer).encode())
 
 
-def _limit(memory: int) -> None:
-    """Sets the limits before any template is read: no files, bounded memory, and a CPU timer whose signal ends the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server, which closes the pipe when it ends
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-
-
 def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     setup = _read(requests)
     if setup is None:
         return
-    _limit(setup["memory"])
+    limit_this_process(setup["memory"])
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])
     try:
         template = compile_template(setup["source"])
