@@ -5,7 +5,8 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.log.caches import CacheLayout
-from slipstream.ops.interface import Attention, ForwardStep, Step
+from slipstream.ops.interface import ForwardStep, Step
+from slipstream.ops.layers import Attention
 
 
 class Decoder(Protocol):

@@ -1,6 +1,6 @@
 """Llama and models of the same shape: SmolLM2, Mistral without a sliding window, TinyLlama; the base of other dense decoders.
 
-A model is a list of layers with prepared weights and one `forward` over an `Ops` namespace; it holds no per-request state.
+A model is a list of sublayers with prepared weights and one `forward` over an `Ops` namespace; it holds no per-request state.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.log.caches import CacheLayout, Paged, window_of, windows
 from slipstream.models.rotary import rotary_table
-from slipstream.ops.interface import Attention, ForwardStep, Ops, Step
+from slipstream.ops.interface import ForwardStep, Ops, Step
+from slipstream.ops.layers import Attention, Gate
 from slipstream.weights.packed import Packed, dense
 from slipstream.weights.parts import Part
 
@@ -35,6 +36,10 @@ class DenseConfig:
     attention_bias: bool  # on q, k, v (and o where `output_bias`)
     output_bias: bool
     mlp_bias: bool
+    gate: Gate = "silu"
+    embedding_scale: float = 1.0
+    attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    logits_softcap: float = 0.0
 
     @classmethod
     def read(cls, config: dict) -> "DenseConfig":
@@ -73,50 +78,64 @@ def refuse_sliding_window(config: dict) -> None:
     )
 
 
-HalfLayer = Callable[[Tensor, ForwardStep], Tensor]  # normed rows [T, hidden] to this rank's part of the sum of the same shape
+Mixer = Callable[[Tensor, ForwardStep], Tensor]  # normed rows [T, hidden] to this rank's part of the sum of the same shape
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SelfAttention:
-    """Queries, keys and values as one product, attention, and the output's product."""
+    """Queries, keys and values as one product, attention, and the output's product.
+
+    With `gated`, the first product has the output's gates as well, behind the values (Qwen3.5).
+    """
 
     ops: Ops
     qkv: Any
     spec: Attention
     out: Any
+    gated: bool = False
 
     def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
         ops = self.ops
-        return ops.partial(ops.attention(ops.linear(x, self.qkv, step), self.spec, step), self.out, step)
+        qkv = ops.linear(x, self.qkv, step)
+        found = ops.attention(qkv, self.spec, step)
+        if self.gated:
+            found = ops.gate(found, qkv[:, qkv.shape[1] - found.shape[1] :], step)
+        return ops.partial(found, self.out, step)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GatedMLP:
-    """down(silu(gate) * up)."""
+    """down(gate(x) * up(x))."""
 
     ops: Ops
     gate_up: Any
     down: Any
+    gate: Gate = "silu"
 
     def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
-        return self.ops.partial(self.ops.swiglu(x, self.gate_up, step), self.down, step)
+        return self.ops.partial(self.ops.gated(x, self.gate_up, self.gate, step), self.down, step)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Layer:
-    """One decoder layer. A family replaces the half that differs: a mixture of experts is another `feed_forward`."""
+class Sublayer:
+    """residual += post_norm(mix(norm(residual))), summed over the ranks before `post_norm`, which most families do not have.
+
+    A layer of most families is two of these: one that mixes tokens, and a feed-forward network.
+    """
 
     norm: Any
-    attend: HalfLayer
-    mlp_norm: Any
-    feed_forward: HalfLayer
+    mix: Mixer
+    post_norm: Any = None
 
 
 class Llama:
-    """A dense decoder on one rank (a `models.decoder.Decoder`).
+    """A dense decoder on one rank (a `models.decoder.Decoder`), and the base of families that differ in parts of it.
 
     `vocab_part` is this rank's [start, stop) of the logits; `vocab` their full count.
     """
+
+    prefix = "model."  # of the names of all weights but the output layer's
+    last_norm = "norm.weight"
 
     def __init__(self, config: dict, checkpoint: Any, ops: Ops, max_len: int | None = None):
         """Reads this rank's part of the weights. `max_len` bounds the rotary table (default: the config's own length)."""
@@ -128,13 +147,14 @@ class Llama:
         self.vocab_part = ops.shard.even(c.vocab)
         self.max_len = min(max_len or c.max_len, c.max_len)
         self.caches = self.cache_layouts()
-        self.rotary = ops.tensor(rotary_table(config, c.head_dim, self.max_len))
-        self.layers = [self._layer(i, f"model.layers.{i}.") for i in range(c.layers)]
-        self.attentions = tuple(layer.attend.spec for layer in self.layers if isinstance(layer.attend, SelfAttention))
-        self.norm = self.norm_weight("model.norm.weight", c.hidden)
-        self._next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]  # the norm after each layer
+        self.rotary = self.rotary_tables(config)
+        self.sublayers = [s for i in range(c.layers) for s in self.layer(i, f"{self.prefix}layers.{i}.")]
+        mixers = [s.mix for s in self.sublayers]
+        self.attentions = tuple(mix.spec for mix in mixers if isinstance(mix, SelfAttention))
+        self.norm = self.norm_weight(self.prefix + self.last_norm, c.hidden)
+        self._next_norms = [*(s.norm for s in self.sublayers[1:]), self.norm]  # the norm after each sublayer
         shape = (c.vocab, c.hidden)
-        self.embedding = ops.tensor(self._read("model.embed_tokens.weight", shape, self.vocab_part))
+        self.embedding = ops.tensor(self._read(f"{self.prefix}embed_tokens.weight", shape, self.vocab_part))
         self.head = ops.weight([dense(self.embedding) if c.tied else self.linear("lm_head", shape, rows=self.vocab_part)])
         del self.checkpoint
 
@@ -145,6 +165,10 @@ class Llama:
         """The cache layout of each layer."""
         return (Paged(self.heads.num_kv_heads, self.config.head_dim),) * self.config.layers
 
+    def rotary_tables(self, config: dict) -> tuple[Tensor | None, ...]:
+        """The rotary table of each layer (`Attention.rotary`); layers with the same positions share one."""
+        return (self.ops.tensor(rotary_table(config, self.config.head_dim, self.max_len)),) * self.config.layers
+
     def qk_norms(self, prefix: str) -> tuple[Any, Any]:
         """Weights of the norms on each query and key head, for families that have them."""
         return None, None
@@ -152,51 +176,57 @@ class Llama:
     def forward(self, step: ForwardStep) -> Tensor:
         """[T, hidden] after the last norm; writes the step's keys and values into the cache."""
         ops = self.ops
-        residual = ops.embed(self.embedding, self.vocab_part[0], step)
-        x = ops.norm(residual, self.layers[0].norm, step)
-        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
-            residual, x = ops.reduce_add_norm(layer.attend(x, step), residual, layer.mlp_norm, step)
-            residual, x = ops.reduce_add_norm(layer.feed_forward(x, step), residual, next_norm, step)
+        residual = ops.embed(self.embedding, self.vocab_part[0], step, self.config.embedding_scale)
+        x = ops.norm(residual, self.sublayers[0].norm, step)
+        for sublayer, next_norm in zip(self.sublayers, self._next_norms, strict=True):
+            residual, x = ops.reduce_add_norm(sublayer.mix(x, step), residual, next_norm, step, sublayer.post_norm)
         return x
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
         """[n, hidden] to float32 [n, this rank's part of the vocabulary]."""
-        return self.ops.logits(hidden, self.head, step)
+        return self.ops.logits(hidden, self.head, step, self.config.logits_softcap)
 
     # --- reading this rank's part of the weights
 
-    def _layer(self, i: int, prefix: str) -> Layer:
+    def layer(self, i: int, prefix: str) -> list[Sublayer]:
+        """Layer i, whose weights' names begin with `prefix`."""
         hidden = self.config.hidden
-        return Layer(
-            norm=self.norm_weight(prefix + "input_layernorm.weight", hidden),
-            attend=self.attend(i, prefix + "self_attn."),
-            mlp_norm=self.norm_weight(prefix + "post_attention_layernorm.weight", hidden),
-            feed_forward=self.feed_forward(prefix + "mlp."),
-        )
+        return [
+            Sublayer(self.norm_weight(prefix + "input_layernorm.weight", hidden), self.attend(i, prefix + "self_attn.")),
+            Sublayer(
+                self.norm_weight(prefix + "post_attention_layernorm.weight", hidden), self.feed_forward(i, prefix + "mlp.")
+            ),
+        ]
 
-    def attend(self, i: int, prefix: str) -> HalfLayer:
-        """The half of layer i that mixes tokens."""
+    def attend(self, i: int, prefix: str) -> Mixer:
+        """The sublayer of layer i that mixes tokens."""
         c, heads, d = self.config, self.heads, self.config.head_dim
-        table = windows(self.caches).index(window_of(self.caches[i]))
-        spec = Attention(i, table, heads, d, d**-0.5, self.rotary, *self.qk_norms(prefix))
         q, kv = (heads.q_start * d, heads.q_stop * d), (heads.kv_start * d, heads.kv_stop * d)
         rows = {"q_proj": (c.num_q_heads * d, q), "k_proj": (c.num_kv_heads * d, kv), "v_proj": (c.num_kv_heads * d, kv)}
         return SelfAttention(
             self.ops,
             self.column_parallel(prefix, rows, c.attention_bias),
-            spec,
+            self.attention(i, prefix),
             self.row_parallel(prefix + "o_proj", c.num_q_heads * d, q, c.output_bias),
         )
 
-    def feed_forward(self, prefix: str) -> HalfLayer:
+    def attention(self, i: int, prefix: str) -> Attention:
+        """What the operation needs to know about the attention of layer i."""
         c = self.config
-        # split evenly even where ranks hold unequal heads: they wait for each other after each half of a layer
+        table = windows(self.caches).index(window_of(self.caches[i]))
+        norms = self.qk_norms(prefix)
+        return Attention(i, table, self.heads, c.head_dim, c.attention_scale or c.head_dim**-0.5, self.rotary[i], *norms)
+
+    def feed_forward(self, i: int, prefix: str) -> Mixer:
+        c = self.config
+        # split evenly even where ranks hold unequal heads: they wait for each other after each sublayer
         part = self.ops.shard.even(c.intermediate)
         rows = {name: (c.intermediate, part) for name in ("gate_proj", "up_proj")}
         return GatedMLP(
             self.ops,
             self.column_parallel(prefix, rows, c.mlp_bias),
             self.row_parallel(prefix + "down_proj", c.intermediate, part, c.mlp_bias),
+            c.gate,
         )
 
     def column_parallel(self, prefix: str, rows: dict[str, tuple[int, Part]], bias: bool) -> Any:

@@ -22,17 +22,17 @@ def rope_parameters(config: dict) -> dict:
 
 
 def rotary_table(config: dict, head_dim: int, length: int) -> Tensor:
-    """float32 [length, head_dim]: cos(position * frequency) in the first half, sin in the second.
+    """float32 [length, width]: cos(position * frequency) in the first half, sin in the second.
 
-    Raises ModelError for a scaling kind that is not known and for partial rotation.
+    The width is that part of `head_dim` that is rotated: all of it, or `partial_rotary_factor` times as much. Raises ModelError
+    for a scaling kind that is not known.
     """
     rope = rope_parameters(config)
     kind = rope["rope_type"]
     if kind not in KNOWN:
         raise ModelError(f"rope_type {kind!r} is not supported; known: {', '.join(KNOWN)}")
-    if (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1 is not supported by this architecture")
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    width = int(head_dim * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0))
+    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
     if kind == "linear":
         frequencies = frequencies / float(rope["factor"])

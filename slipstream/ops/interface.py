@@ -12,27 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.shard import Heads, Shard
+from slipstream.ops.layers import Activation, Attention, Experts, Gate, GatedDelta, LatentAttention, Mamba2
+from slipstream.shard import Shard
 from slipstream.weights.packed import Packed
-
-
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """The parameters of one layer's attention.
-
-    `q_norm`, `k_norm` are prepared RMSNorm weights [head_dim] applied to each head before rotation (Qwen3), or None.
-    `rotary` [max_len, head_dim] float32: cosines of a position in the first half, sines in the second; rotation pairs
-    element i with i + head_dim / 2 (the "rotate half" form of the Hugging Face checkpoints).
-    """
-
-    cache: int  # index into the model's `caches`, and so into the step's
-    table: int  # the page table of that cache: index into `log.caches.windows` of the model's `caches`
-    heads: Heads
-    head_dim: int
-    scale: float
-    rotary: Tensor
-    q_norm: Any = None
-    k_norm: Any = None
 
 
 class Step(Protocol):
@@ -66,10 +48,14 @@ class Ops(Protocol):
     shard: Shard
 
     def weight(self, parts: list[Packed], bias: Tensor | None = None) -> Any:
-        """Prepares linear layers that read the same input as one, for `linear`, `swiglu`, `partial` and `logits`.
+        """Prepares linear layers that read the same input as one, for `linear`, `gated`, `activated`, `partial` and `logits`.
 
         `bias` [out] is of all parts together.
         """
+        ...
+
+    def expert_weight(self, weight: Packed, bias: Tensor | None = None) -> Any:
+        """Prepares the same layer of all experts, [experts, out, in], for `experts`; `bias` [experts, out]."""
         ...
 
     def norm_weight(self, tensor: Tensor, eps: float) -> Any:
@@ -80,8 +66,11 @@ class Ops(Protocol):
         """Puts a tensor (an embedding, a rotary table) on the device as it is."""
         ...
 
-    def embed(self, table: Tensor, first: int, step: Any) -> Tensor:
-        """Rows of the embedding for step.ids, summed over the ranks: this rank holds ids [first, first + len(table))."""
+    def embed(self, table: Tensor, first: int, step: Any, scale: float = 1.0) -> Tensor:
+        """Rows of the embedding for step.ids, times `scale`, summed over the ranks.
+
+        This rank holds ids [first, first + len(table)). The result begins the residual.
+        """
         ...
 
     def norm(self, x: Tensor, weight: Any, step: Any) -> Tensor:
@@ -93,7 +82,7 @@ class Ops(Protocol):
         ...
 
     def attention(self, qkv: Tensor, spec: Attention, step: Any) -> Tensor:
-        """[T, (queries + 2 keys) head_dim] to [T, queries head_dim].
+        """[T, at least (queries + 2 keys) head_dim] to [T, queries head_dim]; further columns are not read.
 
         Norms and rotates queries and keys, writes keys and values at each row's position into the pages of cache `spec.cache`,
         and attends causally over all tokens of the row's request there, or over the latest tokens where that cache is a window.
@@ -101,8 +90,36 @@ class Ops(Protocol):
         """
         ...
 
-    def swiglu(self, x: Tensor, weight: Any, step: Any) -> Tensor:
-        """silu(x gate^T) * (x up^T), this rank's columns, of a weight made of gate and up."""
+    def latent_attention(self, q: Tensor, kv: Tensor, spec: LatentAttention, step: Any) -> Tensor:
+        """q [T, heads * (nope_dim + rope_dim)] and kv [T, latent_dim + rope_dim] to [T, heads * value_dim].
+
+        Norms the latent values, rotates queries and keys, writes kv at each row's position into the pages of `spec.cache`, and
+        attends causally over all tokens of the row's request there.
+        """
+        ...
+
+    def gated_delta(self, x: Tensor, spec: GatedDelta, step: Any) -> Tensor:
+        """[T, channels + gate + b + a] to [T, value heads * value_dim]; moves each row's slot's state past the row's tokens."""
+        ...
+
+    def mamba2(self, x: Tensor, spec: Mamba2, step: Any) -> Tensor:
+        """[T, gate + channels + dt] to [T, heads * head_dim]; moves each row's slot's state past the row's tokens."""
+        ...
+
+    def gate(self, x: Tensor, gate: Tensor, step: Any) -> Tensor:
+        """x * sigmoid(gate), of one shape; may overwrite x."""
+        ...
+
+    def gated(self, x: Tensor, weight: Any, gate: Gate, step: Any) -> Tensor:
+        """gate(x g^T) * (x u^T), this rank's columns, of a weight made of g and u."""
+        ...
+
+    def activated(self, x: Tensor, weight: Any, activation: Activation, step: Any) -> Tensor:
+        """activation(x w^T), this rank's columns."""
+        ...
+
+    def experts(self, x: Tensor, spec: Experts, step: Any) -> Tensor:
+        """[T, hidden] to this rank's part of a sum, as `partial` gives it: each token through the experts that it chooses."""
         ...
 
     def partial(self, x: Tensor, weight: Any, step: Any) -> Tensor:
@@ -113,10 +130,18 @@ class Ops(Protocol):
         """
         ...
 
-    def reduce_add_norm(self, partial: Tensor, residual: Tensor, norm: Any, step: Any) -> tuple[Tensor, Tensor]:
-        """residual + the sum of `partial` over the ranks; returns it and its RMSNorm. Both arguments may be overwritten."""
+    def reduce_add_norm(
+        self, partial: Tensor, residual: Tensor, norm: Any, step: Any, post_norm: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """residual + the sum of `partial` over the ranks; returns it and its RMSNorm. Both tensors may be overwritten.
+
+        With `post_norm`, the RMSNorm of the sum is added in its place (Gemma).
+        """
         ...
 
-    def logits(self, hidden: Tensor, head: Any, step: Any) -> Tensor:
-        """[n, hidden], whose rows are the step's, to this rank's part of the vocabulary, float32 [n, part]."""
+    def logits(self, hidden: Tensor, head: Any, step: Any, softcap: float = 0.0) -> Tensor:
+        """[n, hidden], whose rows are the step's, to this rank's part of the vocabulary, float32 [n, part].
+
+        With `softcap`, a logit x becomes softcap * tanh(x / softcap).
+        """
         ...

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.log.caches import CacheLayout, Paged, PerSlot, StateArray, Window
-from slipstream.models.llama import HalfLayer, Llama
+from slipstream.models.llama import Llama, Mixer
 from slipstream.ops.cpu.paged import PagedStep
 from slipstream.shard import Shard
 
@@ -49,7 +49,7 @@ class Toy(Llama):
         heads, dim = self.heads.num_kv_heads, self.config.head_dim
         return (state, Window(heads, dim, WINDOW), Paged(heads, dim))
 
-    def attend(self, i: int, prefix: str) -> HalfLayer:
+    def attend(self, i: int, prefix: str) -> Mixer:
         return DecayingSum(i, self.ops.shard) if isinstance(self.caches[i], PerSlot) else super().attend(i, prefix)
 
 

@@ -66,7 +66,7 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
 def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, page_size):
     from slipstream.ops.cuda.ops import CudaStep, Norm
     from slipstream.ops.cuda.prompt_blocks import COLUMNS
-    from slipstream.ops.interface import Attention
+    from slipstream.ops.layers import Attention
 
     ops = make_ops(dtype)
     heads = Heads(0, num_q_heads, 0, num_kv_heads)
@@ -183,7 +183,7 @@ def test_norm_swiglu_and_embedding_equal_float64(dtype, width):
 
     gate, up = (torch.randn(160, width, device=DEVICE, dtype=dtype) / width**0.5 for _ in range(2))
     wanted = torch.nn.functional.silu(x.double() @ gate.double().t()) * (x.double() @ up.double().t())
-    assert error(ops.swiglu(x, ops.weight([dense(gate), dense(up)]), STEP), wanted) < bound(dtype)
+    assert error(ops.gated(x, ops.weight([dense(gate), dense(up)]), "silu", STEP), wanted) < bound(dtype)
 
 
 @pytest.mark.parametrize("vocab", [331, 5000, 151936])
@@ -321,7 +321,7 @@ def test_attention_reads_a_cache_of_another_dtype(dtype, stored):
     """Keys and values are rounded to the cache's dtype; tiles are for caches of the activations' dtype alone."""
     from slipstream.ops.cuda.ops import CudaStep
     from slipstream.ops.cuda.prompt_blocks import COLUMNS
-    from slipstream.ops.interface import Attention
+    from slipstream.ops.layers import Attention
 
     ops, heads, dim, page_size = make_ops(dtype), Heads(0, 8, 0, 2), 64, 64
     table, start, count = rotary(1024, dim), 500, 70

@@ -42,6 +42,6 @@ def test_unknown_scaling_is_refused_by_name(rope):
         rotary_table({"rope_parameters": rope}, 8, 16)
 
 
-def test_partial_rotation_is_refused():
-    with pytest.raises(ModelError, match="partial_rotary_factor"):
-        rotary_table({"partial_rotary_factor": 0.5}, 8, 16)
+def test_partial_rotation_turns_the_first_part_of_a_head():
+    whole, part = rotary_table({}, 4, 16), rotary_table({"partial_rotary_factor": 0.5}, 8, 16)
+    assert torch.equal(part, whole)

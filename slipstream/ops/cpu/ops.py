@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.ops.collective import Collective, Solo
+from slipstream.ops.cpu.activations import activated, gated
 from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
-from slipstream.ops.interface import Attention, Step
+from slipstream.ops.interface import Step
+from slipstream.ops.layers import Activation, Attention, Gate
 from slipstream.shard import Shard
 from slipstream.weights.packed import Packed, join
 
@@ -96,13 +98,13 @@ class PlainOps:
         self._kept.add(tensor.data_ptr())
         return tensor
 
-    def embed(self, table: Tensor, first: int, step: PagedStep) -> Tensor:
+    def embed(self, table: Tensor, first: int, step: PagedStep, scale: float = 1.0) -> Tensor:
         if self.shard.size == 1:
-            return table.index_select(0, step.ids).float()
+            return table.index_select(0, step.ids).float().mul_(scale)
         local = step.ids - first
         elsewhere = (local < 0) | (local >= table.shape[0])
         rows = F.embedding(local.masked_fill(elsewhere, 0), table).masked_fill_(elsewhere[:, None], 0)
-        return self.collective.all_reduce_sum(rows).float()
+        return self.collective.all_reduce_sum(rows).float().mul_(scale)
 
     def norm(self, x: Tensor, weight: Norm, step: Step) -> Tensor:
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
@@ -125,19 +127,24 @@ class PlainOps:
         heads, dim = spec.heads, spec.head_dim
         if not heads.num_q_heads:
             return qkv
-        x = qkv.view(qkv.shape[0], -1, dim)
+        x = qkv[:, : (heads.num_q_heads + 2 * heads.num_kv_heads) * dim].view(qkv.shape[0], -1, dim)
         turned = heads.num_q_heads + heads.num_kv_heads
         if spec.q_norm is not None:
             x[:, : heads.num_q_heads] = self.norm(x[:, : heads.num_q_heads], spec.q_norm, step)
             x[:, heads.num_q_heads : turned] = self.norm(x[:, heads.num_q_heads : turned], spec.k_norm, step)
-        cos, sin = self._rotation(spec.rotary, step)
-        width, half = qkv.shape[1], dim // 2
-        halves = qkv.as_strided((qkv.shape[0], turned, 2, half), (width, dim, half, 1))
-        torch.addcmul(halves * cos, halves.flip(2), sin, out=halves)
+        if spec.rotary is not None:
+            self._rotate(x[:, :turned], spec.rotary, step)
         return paged_attention(x, spec, step)
 
+    def _rotate(self, x: Tensor, rotary: Tensor, step: PagedStep) -> None:
+        """Turns the first elements of each head of x [T, heads, head_dim] in place."""
+        cos, sin = self._rotation(rotary, step)
+        half = rotary.shape[1] // 2
+        halves = x.as_strided((*x.shape[:2], 2, half), (*x.stride()[:2], half, 1))
+        torch.addcmul(halves * cos, halves.flip(2), sin, out=halves)
+
     def _rotation(self, rotary: Tensor, step: PagedStep) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines [T, 1, 2, head_dim / 2] for x * cos + swapped halves of x * sin; made once a step."""
+        """Cosines and signed sines [T, 1, 2, width / 2] for x * cos + swapped halves of x * sin; made once a step."""
         found = step.rotations.get(id(rotary))
         if found is None:
             cos, sin = rotary.index_select(0, step.positions).to(self.dtype).chunk(2, -1)
@@ -145,27 +152,34 @@ class PlainOps:
             step.rotations[id(rotary)] = found
         return found
 
-    def swiglu(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
-        gate, up = self.linear(x, weight, step).chunk(2, -1)
-        return F.silu(gate).mul_(up)
+    def gate(self, x: Tensor, gate: Tensor, step: Step) -> Tensor:
+        return x.mul_(torch.sigmoid(gate))
+
+    def gated(self, x: Tensor, weight: Linear, gate: Gate, step: Step) -> Tensor:
+        return gated(self.linear(x, weight, step), gate)
+
+    def activated(self, x: Tensor, weight: Linear, activation: Activation, step: Step) -> Tensor:
+        return activated(self.linear(x, weight, step), activation)
 
     def partial(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         return self.linear(x, weight, step)
 
-    def reduce_add_norm(self, partial: Tensor, residual: Tensor, norm: Norm, step: Step) -> tuple[Tensor, Tensor]:
+    def reduce_add_norm(
+        self, partial: Tensor, residual: Tensor, norm: Norm, step: Step, post_norm: Norm | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The residual stays in float32: its roundings would add up over the layers, and close candidates would change places
         with the rows that share a step.
         """
         if self.shard.size > 1:
             self.collective.all_reduce_sum(partial)
-        residual = residual + partial
+        residual = residual + (partial if post_norm is None else self.norm(partial, post_norm, step))
         return residual, self.norm(residual, norm, step)
 
-    def logits(self, hidden: Tensor, head: Linear, step: Step) -> Tensor:
+    def logits(self, hidden: Tensor, head: Linear, step: Step, softcap: float = 0.0) -> Tensor:
         out = self.linear(hidden, head, step).float()
         if self.dtype != torch.float32 and head.dense is not None and out.numel():
             _sharpen(out, hidden, head.dense)
-        return out
+        return out.div_(softcap).tanh_().mul_(softcap) if softcap else out
 
 
 def _sharpen(logits: Tensor, hidden: Tensor, weight: Tensor) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.ops.interface import Attention
+from slipstream.ops.layers import Attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PAST_TOKENS = 64  # the cached tokens that a chunk reads are padded to a multiple of this
@@ -190,6 +190,29 @@ def paged_attention(x: Tensor, spec: Attention, step: PagedStep) -> Tensor:
     return out
 
 
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: Attention, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q [n, heads, rows, head_dim] over k and v [n, heads, keys, head_dim]: the result, and its log-sum-exp [n, heads, rows].
+
+    Causal: row i sees the keys up to the i-th.
+    """
+    if not spec.softcap:
+        return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+    if mask is not None:
+        scores += mask
+    lse = scores.logsumexp(-1)
+    return torch.matmul((scores - lse[..., None]).exp_().to(v.dtype), v), lse
+
+
+def _sink(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gives each head's sink its share of the softmax; out [..., head_dim], lse and sinks [...]."""
+    return out * torch.sigmoid(lse - sinks).to(out.dtype)[..., None]
+
+
 def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -> Tensor:
     """The queries of one key head stand as rows of one attention, so keys need no expansion. x [n, any heads, head_dim]."""
     n, keys, dim = group.count, spec.heads.num_kv_heads, spec.head_dim
@@ -199,7 +222,9 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
     size, stride = (n, keys, length, dim), (length * row, dim, row, 1)
     q = x.as_strided((n, keys, share, dim), (x.stride(0), share * dim, dim, 1))
     k, v = past.as_strided(size, stride), past.as_strided(size, stride, keys * dim)
-    out, _ = _flash(q, k, v, 0.0, False, attn_mask=group.mask, scale=spec.scale)
+    out, lse = _attention(q, k, v, spec, mask=group.mask)
+    if spec.sinks is not None:
+        out = _sink(out, lse, spec.sinks.view(keys, share))
     return out.reshape(n, -1)
 
 
@@ -216,25 +241,24 @@ def _past(chunk: Chunk, cache: Tensor, x: Tensor) -> Tensor:
 
 
 def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, _: int) -> None:
-    count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
+    num_q_heads, keys, dim = spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
     x = _padded(x)
     n, share = x.shape[0], num_q_heads // keys
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
-    own, own_lse = _flash(q[None], k[None], v[None], 0.0, True, scale=spec.scale)
+    own, lse = _attention(q[None], k[None], v[None], spec, causal=True)
     if chunk.start:
         past = _past(chunk, cache, x).transpose(0, 1)
-        rows = q.reshape(1, keys, share * n, dim)
-        old, old_lse = _flash(rows, past[None, :keys], past[None, keys:], 0.0, False, attn_mask=chunk.mask, scale=spec.scale)
-        own = _join(
-            own, own_lse.view(1, num_q_heads, n, 1), old.reshape(1, num_q_heads, n, dim), old_lse.reshape(1, num_q_heads, n, 1)
-        )
-    out.view(count, num_q_heads, dim).copy_(own[0, :, :count].transpose(0, 1))
+        old, old_lse = _attention(
+            q.reshape(1, keys, share * n, dim), past[None, :keys], past[None, keys:], spec, mask=chunk.mask
+        )  # fmt: skip
+        own, lse = _join(own, lse, old.reshape(own.shape), old_lse.reshape(lse.shape))
+    _finish_chunk(own, lse, spec, out)
 
 
 def _attend_windowed(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, window: int) -> None:
     """A chunk's tokens over the cached ones that the window of the first reaches, and over themselves."""
-    count, num_q_heads, keys, dim = x.shape[0], spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
+    num_q_heads, keys = spec.heads.num_q_heads, spec.heads.num_kv_heads
     x, past = _padded(x), _past(chunk, cache, x)
     n, cached = len(x), chunk.start - chunk.begin
     both = torch.cat([past, x[:, num_q_heads:]]).transpose(0, 1)
@@ -245,11 +269,18 @@ def _attend_windowed(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, ou
     hidden[:, cached : len(past)] = True
     mask = torch.zeros(behind.shape, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
     q = x[:, :num_q_heads].transpose(0, 1)
-    found, _ = _flash(q[None], k[None], v[None], 0.0, False, attn_mask=mask[None, None], scale=spec.scale)
-    out.view(count, num_q_heads, dim).copy_(found[0, :, :count].transpose(0, 1))
+    found, lse = _attention(q[None], k[None], v[None], spec, mask=mask[None, None])
+    _finish_chunk(found, lse, spec, out)
 
 
-def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> Tensor:
-    """The attention over two disjoint sets of keys from that over each."""
-    share = torch.sigmoid(a_lse - b_lse)
-    return torch.lerp(b.to(share.dtype), a.to(share.dtype), share)
+def _finish_chunk(found: Tensor, lse: Tensor, spec: Attention, out: Tensor) -> None:
+    """Writes the first rows of found [1, queries, rows, head_dim] to out [count, queries * head_dim]."""
+    if spec.sinks is not None:
+        found = _sink(found, lse, spec.sinks[:, None])
+    out.view(len(out), *found.shape[1::2]).copy_(found[0, :, : len(out)].transpose(0, 1))
+
+
+def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The attention over two disjoint sets of keys, and its log-sum-exp, from that over each."""
+    share = torch.sigmoid(a_lse - b_lse)[..., None]
+    return torch.lerp(b.to(share.dtype), a.to(share.dtype), share), torch.logaddexp(a_lse, b_lse)

@@ -22,10 +22,19 @@ from slipstream.ops.cuda.attention import (
 )
 from slipstream.ops.cuda.launch import cdiv, power, tl
 from slipstream.ops.cuda.prompt_blocks import ROWS, UNITS, Cutter
-from slipstream.ops.cuda.rows import add_norm_kernel, embed_kernel, norm_kernel, rotary_write_kernel, swiglu_kernel
+from slipstream.ops.cuda.rows import (
+    activated_kernel,
+    add_norm_kernel,
+    embed_kernel,
+    gate_kernel,
+    gated_kernel,
+    norm_kernel,
+    rotary_write_kernel,
+)
 from slipstream.ops.cuda.sums import barrier_kernel, sum_add_norm_kernel
 from slipstream.ops.cuda.symmetric import FAULT_NS, PROGRAMS, Region, Symmetric
-from slipstream.ops.interface import Attention, Step
+from slipstream.ops.interface import Step
+from slipstream.ops.layers import Activation, Attention, Gate
 from slipstream.shard import Shard
 from slipstream.weights.packed import Packed, join
 
@@ -262,12 +271,25 @@ class CudaOps:
 
         return Tiles(decode, (prompt_tile(keys), prompt_tile(values)))
 
-    def swiglu(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
+    def gate(self, x: Tensor, gate: Tensor, step: Step) -> Tensor:
+        rows, width = x.shape
+        if width:
+            gate_kernel[(rows, cdiv(width, 1024))](x, gate, gate.stride(0), WIDTH=width, B=1024, num_warps=4)
+        return x
+
+    def gated(self, x: Tensor, weight: Linear, gate: Gate, step: Step) -> Tensor:
         both = weight.apply(x)
         width = both.shape[1] // 2
         out = torch.empty((x.shape[0], width), dtype=self.dtype, device=self.device)
         if width:
-            swiglu_kernel[(x.shape[0], cdiv(width, 1024))](both, out, WIDTH=width, B=1024, num_warps=4)
+            gated_kernel[(x.shape[0], cdiv(width, 1024))](both, out, WIDTH=width, KIND=gate, B=1024, num_warps=4)
+        return out
+
+    def activated(self, x: Tensor, weight: Linear, activation: Activation, step: Step) -> Tensor:
+        out = weight.apply(x)
+        width = out.shape[1]
+        if width:
+            activated_kernel[(x.shape[0], cdiv(width, 1024))](out, WIDTH=width, KIND=activation, B=1024, num_warps=4)
         return out
 
     def partial(self, x: Tensor, weight: Linear, step: CudaStep) -> Tensor:

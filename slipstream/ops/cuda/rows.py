@@ -2,6 +2,10 @@
 """Row-wise kernels in Triton: norms, rotation with the cache write, SwiGLU, embedding rows. Statistics and sums are float32."""
 
 from slipstream.ops.cuda.launch import jit, tl
+from slipstream.ops.layers import SWIGLU_ALPHA as _ALPHA
+from slipstream.ops.layers import SWIGLU_LIMIT as _LIMIT
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = tl.constexpr(_ALPHA), tl.constexpr(_LIMIT)
 
 
 @jit
@@ -37,15 +41,59 @@ def add_norm_kernel(x, residual, weight, out, eps, H: tl.constexpr, HP: tl.const
 
 
 @jit
-def swiglu_kernel(x, out, WIDTH: tl.constexpr, B: tl.constexpr):
-    """x [T, 2 WIDTH] holds gate then up; out = silu(gate) * up, rounding silu to x's type as the plain code does."""
+def act(x, KIND: tl.constexpr):
+    """An activation of `ops.layers` on float32."""
+    if KIND == "silu":
+        return x / (1.0 + tl.exp(-x))
+    if KIND == "relu":
+        return tl.maximum(x, 0.0)
+    if KIND == "relu2":
+        return tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-2.0 * inner))  # gelu_tanh: 0.5 (1 + tanh y) = sigmoid(2 y)
+
+
+@jit
+def gate_product(gate, up, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """A gate of `ops.layers` times what it multiplies, float32, rounding the gate to DTYPE as the plain code does."""
+    if KIND == "swigluoai":
+        gate = tl.minimum(gate, SWIGLU_LIMIT)
+        up = tl.minimum(tl.maximum(up, -SWIGLU_LIMIT), SWIGLU_LIMIT)
+        return gate / (1.0 + tl.exp(-SWIGLU_ALPHA * gate)) * (up + 1.0)
+    return act(gate, KIND).to(DTYPE).to(tl.float32) * up
+
+
+@jit
+def gated_kernel(x, out, WIDTH: tl.constexpr, KIND: tl.constexpr, B: tl.constexpr):
+    """x [T, 2 WIDTH] holds gates, then what they multiply."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * B + tl.arange(0, B)
     inside = c < WIDTH
     gate = tl.load(x + row * 2 * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * WIDTH + WIDTH + c, mask=inside, other=0.0).to(tl.float32)
-    act = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + c, (act * up).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + c, gate_product(gate, up, KIND, out.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def activated_kernel(x, WIDTH: tl.constexpr, KIND: tl.constexpr, B: tl.constexpr):
+    """x [T, WIDTH] = act(x)."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * B + tl.arange(0, B)
+    a = tl.load(x + row * WIDTH + c, mask=c < WIDTH, other=0.0).to(tl.float32)
+    tl.store(x + row * WIDTH + c, act(a, KIND).to(x.dtype.element_ty), mask=c < WIDTH)
+
+
+@jit(do_not_specialize=["stride"])
+def gate_kernel(x, gate, stride, WIDTH: tl.constexpr, B: tl.constexpr):
+    """x [T, WIDTH] *= sigmoid(gate), whose rows are `stride` apart."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * B + tl.arange(0, B)
+    inside = c < WIDTH
+    a = tl.load(x + row * WIDTH + c, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * stride + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + row * WIDTH + c, (a / (1.0 + tl.exp(-g))).to(x.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["first", "rows"])

@@ -111,7 +111,7 @@ def test_what_the_attention_kernels_lack_is_refused_by_name():
     from slipstream.errors import ModelError
     from slipstream.log.caches import Paged, Window
     from slipstream.ops.cuda.ops import check_attention
-    from slipstream.ops.interface import Attention
+    from slipstream.ops.layers import Attention
     from slipstream.shard import Heads
 
     spec = lambda q, kv, dim: Attention(0, 0, Heads(0, q, 0, kv), dim, 1.0, torch.zeros(0))

@@ -47,7 +47,7 @@ def test_few_row_counts_reach_the_packed_layers(monkeypatch):
 def test_the_gate_is_silu_of_the_first_part(ops):
     gate, up, x = (torch.randn(s, dtype=ops.dtype) / 6 for s in ((24, 32), (24, 32), (3, 32)))
     expected = F.silu(F.linear(x.float(), gate.float())) * F.linear(x.float(), up.float())
-    assert close(ops, ops.swiglu(x, ops.weight([dense(gate), dense(up)]), STEP), expected)
+    assert close(ops, ops.gated(x, ops.weight([dense(gate), dense(up)]), "silu", STEP), expected)
 
 
 def test_a_norm_is_rms_norm_with_its_epsilon(ops):

@@ -6,14 +6,14 @@ import torch
 
 from slipstream.ops.cpu import paged
 from slipstream.ops.cpu.paged import build_step, padded_rows, paged_attention
-from slipstream.ops.interface import Attention
+from slipstream.ops.layers import Attention
 from slipstream.schedule.budget import sizes
 from slipstream.shard import Heads
 
 BLOCK, KEYS, SHARE, DIM = 4, 2, 3, 8
 
 
-def attend(rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, stored=None, stale=1e4):
+def attend(rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, stored=None, stale=1e4, softcap=0.0, sinks=None):
     """Rows of (start, count), one a slot, over a random past: what paged attention gives, and what a loop gives."""
     rng = np.random.default_rng(0)
     columns = max(-(-(s + n) // BLOCK) for s, n in rows)
@@ -29,7 +29,7 @@ def attend(rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, st
     fresh = torch.cat([known[i][s : s + n] for i, (s, n) in enumerate(rows)])
     ids = np.zeros(int(counts.sum()), np.int32)
     step = build_step(ids, np.arange(len(rows)), starts, counts, table[None], (window,), [(cache,)], dtype, BLOCK)
-    spec = Attention(0, 0, Heads(0, KEYS * SHARE, 0, KEYS), DIM, DIM**-0.5, torch.zeros(1))
+    spec = Attention(0, 0, Heads(0, KEYS * SHARE, 0, KEYS), DIM, DIM**-0.5, None, sinks=sinks, softcap=softcap)
     got = paged_attention(torch.cat([q, fresh], 1), spec, step)
     out, at = [], 0
     for slot, (start, count) in enumerate(rows):
@@ -37,7 +37,11 @@ def attend(rows: list[tuple[int, int]], dtype=torch.float64, window: int = 0, st
             kv = known[slot][max(0, start + i + 1 - window) if window else 0 : start + i + 1]
             for h in range(KEYS * SHARE):
                 k, v = kv[:, h // SHARE], kv[:, KEYS + h // SHARE]
-                out.append((k @ q[at + i, h] * DIM**-0.5).softmax(0) @ v)
+                scores = k @ q[at + i, h] * DIM**-0.5
+                if softcap:
+                    scores = softcap * (scores / softcap).tanh()
+                sink = scores[:0] if sinks is None else sinks[h : h + 1].to(scores)
+                out.append(torch.cat([scores, sink]).softmax(0)[: len(k)] @ v)
         at += count
     return got, torch.stack(out).view(len(ids), -1)
 
@@ -68,6 +72,16 @@ def test_rows_of_a_window_see_its_latest_tokens_and_no_more(rows, window: int):
     """What lies before the window is never written here, as where its pages were given back."""
     got, expected = attend(rows, window=window)
     assert torch.allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("sinks, softcap", [(True, 0.0), (False, 1.5), (True, 1.5)])
+def test_sinks_take_their_share_and_scores_are_capped(rows, window: int, sinks: bool, softcap: float):
+    logits = torch.linspace(-2, 2, KEYS * SHARE) if sinks else None
+    got, expected = attend(rows, window=window, sinks=logits, softcap=softcap)
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert not torch.allclose(got, attend(rows, window=window)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("window", [0, 9])
