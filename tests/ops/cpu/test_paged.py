@@ -81,7 +81,8 @@ def test_sinks_take_their_share_and_scores_are_capped(rows, window: int, sinks: 
     logits = torch.linspace(-2, 2, KEYS * SHARE) if sinks else None
     got, expected = attend(rows, window=window, sinks=logits, softcap=softcap)
     assert torch.allclose(got, expected, atol=1e-5)
-    assert not torch.allclose(got, attend(rows, window=window)[0], atol=1e-3)
+    alone = rows == [(0, 1)] and not sinks  # one score has the whole softmax, whatever it is
+    assert alone or not torch.allclose(got, attend(rows, window=window)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("window", [0, 9])
