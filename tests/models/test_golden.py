@@ -129,7 +129,7 @@ class Config:
         ({"architectures": []}, "names no architecture"),
         ({"sliding_window": 128}, "sliding_window 128"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "axial"}}, "axial"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_key_value_heads"),
     ],
 )
