@@ -1,4 +1,4 @@
-"""Llama and models of the same shape: SmolLM2, Mistral without a sliding window, TinyLlama; the base of other dense decoders.
+"""Llama and models of the same shape: SmolLM2, TinyLlama; the base of other dense decoders.
 
 A model is a list of sublayers with prepared weights and one `forward` over an `Ops` namespace; it holds no per-request state.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.log.caches import CacheLayout, Paged, window_of, windows
+from slipstream.log.caches import CacheLayout, Paged, Window, window_of, windows
 from slipstream.models.rotary import rotary_table
 from slipstream.ops.interface import ForwardStep, Ops, Step
 from slipstream.ops.layers import Attention, Gate
@@ -36,17 +36,16 @@ class DenseConfig:
     attention_bias: bool  # on q, k, v (and o where `output_bias`)
     output_bias: bool
     mlp_bias: bool
-    gate: Gate = "silu"
+    gate: Gate
+    windows: tuple[int, ...] = ()  # of each layer, in tokens; 0, or none here: the layer reads all tokens
     embedding_scale: float = 1.0
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0
     logits_softcap: float = 0.0
 
     @classmethod
     def read(cls, config: dict) -> "DenseConfig":
-        """Raises ModelError if the config has a setting that would otherwise be ignored."""
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
-        refuse_sliding_window(config)
+        """Raises ModelError for an activation that is not known, and for heads that cannot be shared evenly."""
         num_q_heads = config["num_attention_heads"]
         num_kv_heads = config.get("num_key_value_heads") or num_q_heads
         if num_q_heads % num_kv_heads:
@@ -65,17 +64,20 @@ class DenseConfig:
             attention_bias=bool(config.get("attention_bias", False)),
             output_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
+            gate=read_gate(config),
         )
 
 
-def refuse_sliding_window(config: dict) -> None:
-    """Refuses a window that limits attention: full attention instead would change the model in silence."""
-    window = config.get("sliding_window")
-    if not window or config.get("use_sliding_window") is False or window >= config["max_position_embeddings"]:
-        return
-    raise ModelError(
-        f"sliding_window {window} is not supported; set max_position_embeddings to at most {window} in config.json"
-    )
+_GATES: dict[str, Gate] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_gate(config: dict) -> Gate:
+    """The activation of a gated MLP: `hidden_act`, or `hidden_activation` where there is one (Gemma)."""
+    older, name = config.get("hidden_act"), config.get("hidden_activation")
+    key, name = ("hidden_activation", name) if name else ("hidden_act", older or "silu")
+    if name not in _GATES:
+        raise ModelError(f"{key} {name!r} is not supported; known: {', '.join(_GATES)}")
+    return _GATES[name]
 
 
 Mixer = Callable[[Tensor, ForwardStep], Tensor]  # normed rows [T, hidden] to this rank's part of the sum of the same shape
@@ -136,11 +138,14 @@ class Llama:
 
     prefix = "model."  # of the names of all weights but the output layer's
     last_norm = "norm.weight"
+    unused_weights: tuple[
+        str, ...
+    ] = ()  # beginnings of names, behind "model.", of stored tensors that this decoder does not need
 
     def __init__(self, config: dict, checkpoint: Any, ops: Ops, max_len: int | None = None):
         """Reads this rank's part of the weights. `max_len` bounds the rotary table (default: the config's own length)."""
-        self.config = c = self.read_config(config)
         self.ops = ops
+        self.config = c = self.read_config(config)
         self.checkpoint = checkpoint
         self.heads = ops.shard.heads(c.num_q_heads, c.num_kv_heads)
         self.vocab, self.hidden = c.vocab, c.hidden
@@ -155,15 +160,16 @@ class Llama:
         self._next_norms = [*(s.norm for s in self.sublayers[1:]), self.norm]  # the norm after each sublayer
         shape = (c.vocab, c.hidden)
         self.embedding = ops.tensor(self._read(f"{self.prefix}embed_tokens.weight", shape, self.vocab_part))
-        self.head = ops.weight([dense(self.embedding) if c.tied else self.linear("lm_head", shape, rows=self.vocab_part)])
+        self.head = ops.weight([self._tied_head(shape) if c.tied else self.linear("lm_head", shape, rows=self.vocab_part)])
         del self.checkpoint
 
     def read_config(self, config: dict) -> DenseConfig:
         return DenseConfig.read(config)
 
     def cache_layouts(self) -> tuple[CacheLayout, ...]:
-        """The cache layout of each layer."""
-        return (Paged(self.heads.num_kv_heads, self.config.head_dim),) * self.config.layers
+        """The cache layout of each layer. A window that holds the longest request limits nothing."""
+        heads, dim, sizes = self.heads.num_kv_heads, self.config.head_dim, self.config.windows or (0,) * self.config.layers
+        return tuple(Window(heads, dim, n) if 0 < n < self.max_len else Paged(heads, dim) for n in sizes)
 
     def rotary_tables(self, config: dict) -> tuple[Tensor | None, ...]:
         """The rotary table of each layer (`Attention.rotary`); layers with the same positions share one."""
@@ -214,8 +220,10 @@ class Llama:
         """What the operation needs to know about the attention of layer i."""
         c = self.config
         table = windows(self.caches).index(window_of(self.caches[i]))
-        norms = self.qk_norms(prefix)
-        return Attention(i, table, self.heads, c.head_dim, c.attention_scale or c.head_dim**-0.5, self.rotary[i], *norms)
+        scale, norms = c.attention_scale or c.head_dim**-0.5, self.qk_norms(prefix)
+        return Attention(
+            i, table, self.heads, c.head_dim, scale, self.rotary[i], *norms, softcap=c.attention_softcap
+        )  # fmt: skip
 
     def feed_forward(self, i: int, prefix: str) -> Mixer:
         c = self.config
@@ -244,6 +252,14 @@ class Llama:
     def linear(self, name: str, shape: tuple[int, int], rows: Part | None = None, cols: Part | None = None) -> Packed:
         """This rank's outputs `rows` and inputs `cols` of a linear layer of `shape`."""
         return self.checkpoint.linear(name, shape, rows=rows, cols=cols, dtype=self.ops.dtype)
+
+    def _tied_head(self, shape: tuple[int, int]) -> Packed:
+        """The embedding; a file may hold it a second time, and where that differs it is the output layer."""
+        if "lm_head.weight" in self.checkpoint.names():
+            stored = self.linear("lm_head", shape, rows=self.vocab_part)
+            if not torch.equal(stored.data, self.embedding):
+                return stored
+        return dense(self.embedding)
 
     def norm_weight(self, name: str, size: int) -> Any:
         return self.ops.norm_weight(self._read(name, (size,)), self.config.eps)

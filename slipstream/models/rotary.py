@@ -34,13 +34,15 @@ def rope_parameters(config: dict, layer_type: str | None = None) -> dict:
     layer_type: whose parameters, where the config has some for each of `layer_types`. Raises ModelError for a kind or a key
     that is not known, and for a key that is missing.
     """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    newer, older, theta = (config.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+    part, original = config.get("partial_rotary_factor"), config.get(_ORIGINAL)
+    rope = dict(newer or older or {})
     if layer_type is not None and layer_type in rope:
         rope = dict(rope[layer_type] or {})
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope["rope_type"] = kind = _OLDER_NAMES.get(rope["rope_type"], rope["rope_type"])
-    rope["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    rope["partial_rotary_factor"] = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    rope["rope_theta"] = rope.get("rope_theta") or theta or 10000.0
+    rope["partial_rotary_factor"] = rope.get("partial_rotary_factor") or part or 1.0
     if kind not in KINDS:
         raise ModelError(f"rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
     needed, optional = KINDS[kind]
@@ -51,7 +53,7 @@ def rope_parameters(config: dict, layer_type: str | None = None) -> dict:
         if rope.get(key) is None:
             raise ModelError(f"rope_parameters: rope_type {kind!r} needs {key}")
     if kind in ("llama3", "yarn", "longrope"):
-        rope[_ORIGINAL] = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config.get("max_position_embeddings")
+        rope[_ORIGINAL] = original or rope.get(_ORIGINAL) or config.get("max_position_embeddings")
         if not rope[_ORIGINAL]:
             raise ModelError(f"rope_parameters: rope_type {kind!r} needs {_ORIGINAL}")
     return rope

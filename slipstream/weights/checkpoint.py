@@ -24,6 +24,7 @@ class Checkpoint(Protocol):
     """
 
     config: dict
+    path: pathlib.Path  # what errors name
 
     @property
     def architecture(self) -> str:
@@ -32,6 +33,10 @@ class Checkpoint(Protocol):
 
     def names(self) -> list[str]:
         """The names of all stored tensors; empty for random weights, which can make any tensor."""
+        ...
+
+    def unread(self) -> list[str]:
+        """The names of stored tensors of which no part has been read."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -79,7 +84,7 @@ def open_checkpoint(path: str | pathlib.Path, load_format: str = "auto", seed: i
     """
     path = pathlib.Path(path)
     if load_format == "dummy":
-        return DummyCheckpoint(load_config(path), seed)
+        return DummyCheckpoint(path, load_config(path), seed)
     is_gguf = path.suffix == ".gguf"
     if load_format not in ("auto", "gguf" if is_gguf else "safetensors"):
         raise ModelError(f"--load-format {load_format} does not fit {path}")

@@ -6,6 +6,7 @@ GPU make the same values. Touches nothing but the device that is asked for.
 
 import hashlib
 import math
+import pathlib
 
 import torch
 
@@ -80,7 +81,8 @@ def dummy_tensor(
 class DummyCheckpoint:
     """Random weights, the same for the same seed, name and shape on any rank and device."""
 
-    def __init__(self, config: dict, seed: int):
+    def __init__(self, path: pathlib.Path, config: dict, seed: int):
+        self.path = path
         self.config = config
         self.seed = seed
 
@@ -89,6 +91,9 @@ class DummyCheckpoint:
         return first_architecture(self.config)
 
     def names(self) -> list[str]:
+        return []
+
+    def unread(self) -> list[str]:
         return []
 
     def has(self, name: str) -> bool:

@@ -18,9 +18,10 @@ class GGUFCheckpoint:
     """A GGUF file of the Llama family. Blocks outside the asked rows and columns are not touched."""
 
     def __init__(self, path: pathlib.Path):
-        self.file = GGUFFile(path)
+        self.path, self.file = path, GGUFFile(path)
         self.config = normalize_config(hf_config(self.file))
         self._stored = {hf: t for t in self.file.tensors.values() if (hf := hf_name(t.name))}
+        self._read: set[str] = set()
         self._permuted = self.file.metadata.get("general.architecture") == "llama"
 
     @property
@@ -29,6 +30,9 @@ class GGUFCheckpoint:
 
     def names(self) -> list[str]:
         return list(self._stored)
+
+    def unread(self) -> list[str]:
+        return [name for name in self._stored if name not in self._read]
 
     def has(self, name: str) -> bool:
         return name in self._stored
@@ -54,7 +58,8 @@ class GGUFCheckpoint:
 
     def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
         stored = self.shape(name)
-        check_shape(name, stored, shape)
+        check_shape(name, stored, shape, self.config)
+        self._read.add(name)
         if len(stored) > 2:
             raise ModelError(f"{name}: GGUF tensors of {len(stored)} dimensions cannot be read yet")
         across, along = cut(stored, rows, cols, name)

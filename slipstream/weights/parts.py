@@ -22,10 +22,14 @@ def cut(shape: tuple[int, ...], rows: Part | None, cols: Part | None, name: str)
     return _bounds(rows, shape[0] if shape else 1, name), _bounds(cols, shape[1] if len(shape) > 1 else 1, name)
 
 
-def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
-    """Raises ModelError if the file and the config disagree."""
-    if expected is not None and tuple(expected) != stored:
-        raise ModelError(f"tensor {name} is of shape {list(stored)}, and the config asks for {list(expected)}")
+def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None, config: dict) -> None:
+    """Raises ModelError if the file and the config disagree, naming the config's keys that have the size asked for."""
+    if expected is None or tuple(expected) == stored:
+        return
+    asked = {n for n, m in zip(expected, stored, strict=False) if n != m}
+    keys = [f"{key} {value}" for key, value in config.items() if type(value) is int and value in asked]
+    of_keys = f" ({', '.join(keys)})" if keys else ""
+    raise ModelError(f"tensor {name} is of shape {list(stored)}, and the config asks for {list(expected)}{of_keys}")
 
 
 def normalize_config(config: dict) -> dict:

@@ -14,7 +14,8 @@ class SafetensorsCheckpoint:
     """A folder with config.json and either model.safetensors or several files behind model.safetensors.index.json."""
 
     def __init__(self, folder: pathlib.Path):
-        self.folder = folder
+        self.path = self.folder = folder
+        self._read: set[str] = set()
         self.config = read_config(folder)
         if self.config.get("quantization_config"):
             method = self.config["quantization_config"].get("quant_method", "unknown")
@@ -63,6 +64,9 @@ class SafetensorsCheckpoint:
     def names(self) -> list[str]:
         return list(self._files)
 
+    def unread(self) -> list[str]:
+        return [name for name in self._files if name not in self._read]
+
     def has(self, name: str) -> bool:
         return name in self._files
 
@@ -72,7 +76,8 @@ class SafetensorsCheckpoint:
     def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
         part = self._slice(name)
         stored = tuple(part.get_shape())
-        check_shape(name, stored, shape)
+        check_shape(name, stored, shape, self.config)
+        self._read.add(name)
         if not stored:
             return part[...].to(device=device, dtype=dtype)
         across, along = cut(stored, rows, cols, name)

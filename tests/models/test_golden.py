@@ -9,6 +9,7 @@ import transformers
 
 from slipstream.device.cpu.memory import page_arrays
 from slipstream.errors import ModelError
+from slipstream.log.caches import windows
 from slipstream.models.registry import build
 from slipstream.ops.cpu.ops import PlainOps
 from slipstream.ops.cpu.paged import build_step
@@ -49,38 +50,43 @@ MODELS = {
 }
 
 
-def reference(path) -> list[torch.Tensor]:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def reference(path, prompts=PROMPTS) -> list[torch.Tensor]:
+    # eager: the others leave soft caps of scores out
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
-        return [model(torch.from_numpy(p.astype(np.int64))[None]).logits[0] for p in PROMPTS]
+        return [model(torch.from_numpy(p.astype(np.int64))[None]).logits[0] for p in prompts]
 
 
-def run_rank(checkpoint, rank: int, size: int, collective, chunk: int) -> list[torch.Tensor]:
+def run_rank(checkpoint, rank: int, size: int, collective, chunk: int, prompts) -> list[torch.Tensor]:
     """This rank's logits of every position of every prompt: all prompts in one step after another of `chunk` tokens each."""
     with torch.inference_mode():
         ops = PlainOps(torch.float32, Shard(rank, size), collective)
         model = build(checkpoint, ops)
-        table = (1 + np.random.default_rng(0).permutation(len(PROMPTS) * COLUMNS)).astype(np.int32).reshape(-1, COLUMNS)
-        caches = [page_arrays(c, table.size + 1, BLOCK, torch.float32) for c in model.caches]
-        out = [[] for _ in PROMPTS]
-        for start in range(0, max(LENGTHS), chunk):
-            rows = [i for i, n in enumerate(LENGTHS) if n > start]
-            counts = np.array([min(chunk, LENGTHS[i] - start) for i in rows])
-            ids = np.concatenate([PROMPTS[i][start : start + n] for i, n in zip(rows, counts, strict=True)])
+        lengths, sizes = [len(p) for p in prompts], windows(model.caches)
+        columns = -(-max(lengths) // BLOCK)
+        pages = len(prompts) * columns
+        order = [np.random.default_rng(seed).permutation(pages) for seed in range(len(sizes))]
+        tables = (1 + np.stack(order)).astype(np.int32).reshape(len(sizes), -1, columns)
+        caches = [page_arrays(c, pages + 1, BLOCK, torch.float32) for c in model.caches]
+        out = [[] for _ in prompts]
+        for start in range(0, max(lengths), chunk):
+            rows = [i for i, n in enumerate(lengths) if n > start]
+            counts = np.array([min(chunk, lengths[i] - start) for i in rows])
+            ids = np.concatenate([prompts[i][start : start + n] for i, n in zip(rows, counts, strict=True)])
             starts = np.full(len(rows), start)
-            step = build_step(ids, np.array(rows), starts, counts, table[None], (0,), caches, torch.float32, BLOCK)
+            step = build_step(ids, np.array(rows), starts, counts, tables, sizes, caches, torch.float32, BLOCK)
             parts = model.logits(model.forward(step), step).split(counts.tolist())
             for i, part in zip(rows, parts, strict=True):
                 out[i].append(part)
         return [torch.cat(o) for o in out]
 
 
-def run(path, size: int, chunk: int) -> list[torch.Tensor]:
+def run(path, size: int, chunk: int, prompts=PROMPTS) -> list[torch.Tensor]:
     checkpoint, sums = open_checkpoint(path), collectives(size)
     found = [None] * size
 
     def work(rank):
-        found[rank] = run_rank(checkpoint, rank, size, sums[rank], chunk)
+        found[rank] = run_rank(checkpoint, rank, size, sums[rank], chunk, prompts)
 
     threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(size)]
     for t in threads:
@@ -118,6 +124,10 @@ def config_of(**fields) -> dict:
 
 
 class Config:
+    """A checkpoint of which nothing but the config is read."""
+
+    path = "config.json"
+
     def __init__(self, **fields):
         self.config = config_of(**fields)
 
@@ -127,8 +137,12 @@ class Config:
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM"),
         ({"architectures": []}, "names no architecture"),
-        ({"sliding_window": 128}, "sliding_window 128"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; known: silu"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types"),
+        ({"architectures": ["MinistralForCausalLM"], "layer_types": ["chunked_attention"]}, "'chunked_attention' of layer 0"),
+        ({"architectures": ["MinistralForCausalLM"], "layer_types": ["sliding_attention"]}, "sliding_window is None"),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "layer_types": ["sliding_attention"]}, "use_sliding"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2}, "layer_types names 2 layers"),
         ({"rope_scaling": {"rope_type": "axial"}}, "axial"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "num_key_value_heads"),
     ],
