@@ -1,27 +1,33 @@
-"""The weights of one GGUF file under Hugging Face's names and in Hugging Face's order of rows."""
+"""The weights of one GGUF file under Hugging Face's names and in Hugging Face's order of rows.
+
+The experts of a layer are one tensor [experts, out, in] (`...experts.gate_proj.weight`). Each of them can be read by a name of
+its own as well (`...experts.7.gate_proj.weight`).
+"""
 
 import math
 import pathlib
+import re
 
 import numpy as np
 import torch
 
 from slipstream.errors import ModelError
 from slipstream.weights import dequant
-from slipstream.weights.gguf_config import hf_config, hf_name
-from slipstream.weights.gguf_file import GGUFFile
+from slipstream.weights.gguf_config import hf_config, hf_names, norms_hold_one
+from slipstream.weights.gguf_file import GGUFFile, GGUFTensor
 from slipstream.weights.packed import DENSE, Packed
 from slipstream.weights.parts import check_shape, cut, first_architecture, normalize_config
 
 
 class GGUFCheckpoint:
-    """A GGUF file of the Llama family. Blocks outside the asked rows and columns are not touched."""
+    """A GGUF file of a family that `gguf_config` knows. Blocks outside the asked rows and columns are not touched."""
 
     def __init__(self, path: pathlib.Path):
         self.path, self.file = path, GGUFFile(path)
         self.config = normalize_config(hf_config(self.file))
-        self._stored = {hf: t for t in self.file.tensors.values() if (hf := hf_name(t.name))}
+        self._stored = {hf: self.file.tensors[name] for hf, name in hf_names(self.file).items()}
         self._read: set[str] = set()
+        self._one_more = norms_hold_one(self.file)
         self._permuted = self.file.metadata.get("general.architecture") == "llama"
 
     @property
@@ -35,12 +41,20 @@ class GGUFCheckpoint:
         return [name for name in self._stored if name not in self._read]
 
     def has(self, name: str) -> bool:
-        return name in self._stored
+        return name in self._stored or _all_experts(name)[0] in self._stored
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._stored:
+        _, info, expert = self._find(name)
+        return info.shape if expert is None else info.shape[1:]
+
+    def _find(self, name: str) -> tuple[str, GGUFTensor, int | None]:
+        """The name under which a tensor is stored, the tensor, and which of its experts is meant, if one is."""
+        if name in self._stored:
+            return name, self._stored[name], None
+        whole, expert = _all_experts(name)
+        if whole not in self._stored or expert >= self._stored[whole].shape[0]:
             raise ModelError(f"{self.file.path}: there is no tensor {name}")
-        return self._stored[name].shape
+        return whole, self._stored[whole], expert
 
     def _source_rows(self, name: str, rows: range) -> slice | np.ndarray:
         """Where the asked rows lie in the file.
@@ -57,18 +71,23 @@ class GGUFCheckpoint:
         return slice(rows.start, rows.stop)
 
     def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
+        whole, info, expert = self._find(name)
         stored = self.shape(name)
         check_shape(name, stored, shape, self.config)
-        self._read.add(name)
-        if len(stored) > 2:
-            raise ModelError(f"{name}: GGUF tensors of {len(stored)} dimensions cannot be read yet")
+        self._read.add(whole)
         across, along = cut(stored, rows, cols, name)
-        info = self._stored[name]
         raw = self.file.raw(info.name)
-        if len(stored) == 1:
+        if expert is not None:
+            raw = raw[expert]
+        if len(stored) == 3:
+            part = raw[across.start : across.stop, along.start : along.stop]
+            value = dequant.dequantize(part.reshape(-1, info.row_bytes), info.qtype).view(*part.shape[:2], stored[2])
+        elif len(stored) == 1:
             value = dequant.dequantize(raw, info.qtype)[0]
             part = self._source_rows(name, across)
             value = value[part if isinstance(part, slice) else torch.from_numpy(part)]
+            if self._one_more and name.endswith("norm.weight"):
+                value -= 1
         else:
             block, size = dequant.block_size(info.qtype)
             first, last = along.start // block, math.ceil(along.stop / block)
@@ -78,3 +97,9 @@ class GGUFCheckpoint:
 
     def linear(self, name, shape, *, rows=None, cols=None, **options) -> Packed:
         return DENSE.read(self.tensor, name, shape, rows, cols, **options)
+
+
+def _all_experts(name: str) -> tuple[str, int]:
+    """`...experts.7.gate_proj.weight` -> `...experts.gate_proj.weight` and 7; "" and 0 for a name that is not one expert's."""
+    match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)
+    return (f"{match[1]}.{match[3]}", int(match[2])) if match else ("", 0)

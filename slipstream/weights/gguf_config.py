@@ -5,11 +5,24 @@ Follows llama.cpp's `convert_hf_to_gguf.py` backwards.
 
 import math
 import re
+from collections.abc import Callable
+from typing import Any
 
 from slipstream.errors import ModelError
 from slipstream.weights.gguf_file import GGUFFile
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+Take = Callable[..., Any]  # a key of the architecture, and what counts where it is absent; it is then known
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_GEMMA = ("gemma2", "gemma3")
+_MIXTRAL = "MixtralForCausalLM"  # stored as `llama` with experts
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -26,34 +39,72 @@ _LAYER = {
 }
 
 
-def hf_name(name: str) -> str | None:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for rope_freqs, which is not a weight."""
+_GEMMA_LAYER = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# The experts of a layer are one tensor [experts, out, in] here, and one tensor each there.
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_NO_WEIGHTS = ("rope_freqs.weight",)  # read for the config
+
+
+def hf_names(file: GGUFFile) -> dict[str, str]:
+    """Hugging Face's name of each tensor to GGUF's; a tensor that is not known keeps GGUF's name, so that nothing reads it."""
+    arch = file.metadata.get("general.architecture", "")
+    layer = _LAYER | (_GEMMA_LAYER if arch in _GEMMA else _MIXTRAL_EXPERTS if arch == "llama" else _EXPERTS)
+    return {_hf_name(name, layer): name for name in file.tensors if name not in _NO_WEIGHTS}
+
+
+def _hf_name(name: str, layer: dict[str, str]) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     stem, _, kind = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{kind}"
-    return None
+    if match and match[2] in layer:
+        return f"model.layers.{match[1]}.{layer[match[2]]}.{kind}"
+    return name
+
+
+def norms_hold_one(file: GGUFFile) -> bool:
+    """Whether norms are stored as 1 + w."""
+    return file.metadata.get("general.architecture") in _GEMMA
 
 
 def hf_config(file: GGUFFile) -> dict:
     """config.json's content from the metadata. Raises ModelError naming a key that is missing.
 
-    An unknown architecture keeps GGUF's name in `architectures`, so that the models' registry refuses it by that name.
+    An unknown architecture keeps GGUF's name in `architectures`, so that the models' registry refuses it by that name. Keys of
+    the architecture that are not known here keep GGUF's names as well. A model refuses them as it does those of a config.json.
     """
     meta = file.metadata
     arch = meta.get("general.architecture", "")
+    left = {key: value for key, value in meta.items() if key.startswith(f"{arch}.")}
+
+    def take(key: str, default=None):
+        return left.pop(f"{arch}.{key}", default)
 
     def need(key: str):
-        if f"{arch}.{key}" not in meta:
+        if f"{arch}.{key}" not in left:
             raise ModelError(f"{file.path}: the metadata lack {arch}.{key}")
-        return meta[f"{arch}.{key}"]
+        return take(key)
 
     hidden, heads = need("embedding_length"), need("attention.head_count")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: there is no token_embd.weight")
-    config = {
+    config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES.get(arch, arch)],
         "model_type": arch,
         "hidden_act": "silu",
@@ -61,11 +112,11 @@ def hf_config(file: GGUFFile) -> dict:
         "intermediate_size": need("feed_forward_length"),
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.get(f"{arch}.attention.head_count_kv", heads),
-        "head_dim": meta.get(f"{arch}.attention.key_length", hidden // heads),
+        "num_key_value_heads": take("attention.head_count_kv", heads),
+        "head_dim": take("attention.key_length", hidden // heads),
         "max_position_embeddings": need("context_length"),
         "rms_norm_eps": _round(need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(meta.get(f"{arch}.rope.freq_base", 10000.0)),
+        "rope_theta": float(take("rope.freq_base", 10000.0)),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -75,10 +126,49 @@ def hf_config(file: GGUFFile) -> dict:
         "pad_token_id": meta.get("tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
     }
-    scaling = _rope_scaling(file, arch, config)
+    scaling = _rope_scaling(file, take, config)
     if scaling:
         config["rope_scaling"] = scaling
-    return config
+    rotated, values = take("rope.dimension_count"), take("attention.value_length", config["head_dim"])
+    if rotated and rotated != config["head_dim"]:
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if values != config["head_dim"]:
+        left[f"{arch}.attention.value_length"] = values
+    if window := take("attention.sliding_window"):
+        config["sliding_window"] = window
+    take("vocab_size")
+    if arch in _GEMMA:
+        config |= _gemma(arch, take, config)
+    if experts := take("expert_count"):
+        config |= _experts(arch, experts, take, config)
+    return config | left
+
+
+def _gemma(arch: str, take: Take, config: dict) -> dict:
+    """What Gemma's configs have more. GGUF has no key for the scale of scores, which two models have of their own."""
+    own_scale = (arch, config["num_hidden_layers"]) in (("gemma2", 46), ("gemma3", 62))
+    more = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if own_scale else config["head_dim"],
+        "attn_logit_softcapping": take("attn_logit_softcapping"),
+        "final_logit_softcapping": take("final_logit_softcapping"),
+    }
+    if local := take("rope.freq_base_swa"):
+        more["rope_local_base_freq"] = float(local)
+    pattern = take("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        more["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    elif pattern:
+        more["sliding_window_pattern"] = pattern
+    return more
+
+
+def _experts(arch: str, experts: int, take: Take, config: dict) -> dict:
+    used = take("expert_used_count")
+    if arch == "llama":
+        return {"architectures": [_MIXTRAL], "num_local_experts": experts, "num_experts_per_tok": used}
+    inner = take("expert_feed_forward_length")
+    return {"num_experts": experts, "num_experts_per_tok": used, "moe_intermediate_size": inner, "norm_topk_prob": True}
 
 
 def eos_ids(meta: dict) -> list[int]:
@@ -92,12 +182,12 @@ def _round(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _rope_scaling(file: GGUFFile, arch: str, config: dict) -> dict | None:
-    meta = file.metadata
-    kind = meta.get(f"{arch}.rope.scaling.type")
-    if kind in ("linear", "yarn"):
-        scaling = {"rope_type": kind, "factor": float(meta[f"{arch}.rope.scaling.factor"])}
-        original = meta.get(f"{arch}.rope.scaling.original_context_length")
+def _rope_scaling(file: GGUFFile, take: Take, config: dict) -> dict | None:
+    kind, factor = take("rope.scaling.type"), take("rope.scaling.factor")
+    original = take("rope.scaling.original_context_length")
+    take("rope.scaling.finetuned")
+    if kind not in (None, "none"):
+        scaling = {"rope_type": kind, "factor": float(factor or 1.0)}
         if original:
             scaling["original_max_position_embeddings"] = original
         return scaling

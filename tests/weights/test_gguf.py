@@ -34,7 +34,8 @@ def write_gguf(path, arch="llama", *, extra=(), tensors=None, qtype=None):
     writer.add_head_count_kv(KEYS)
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in extra:
-        writer.add_float32(key, value) if isinstance(value, float) else writer.add_uint32(key, value)
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+        add[type(value)](key, value)
     kv = HIDDEN // HEADS * KEYS
     shapes = {
         "token_embd": (VOCAB, HIDDEN),
@@ -45,7 +46,7 @@ def write_gguf(path, arch="llama", *, extra=(), tensors=None, qtype=None):
     arrays = {f"{name}.weight": rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
     arrays |= tensors or {}
     for name, array in arrays.items():
-        kind = qtype if array.ndim == 2 else gguf.GGMLQuantizationType.F32
+        kind = qtype if array.ndim > 1 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -136,6 +137,87 @@ def test_llama3_scaling_is_found_from_its_divisors(tmp_path):
     write_gguf(tmp_path / "n.gguf", tensors={"rope_freqs.weight": np.full(8, 3.0, np.float32)})
     with pytest.raises(ModelError, match="rope_freqs"):
         open_checkpoint(tmp_path / "n.gguf")
+
+
+def config_of(path, keys) -> dict:
+    config = open_checkpoint(path).config
+    return {key: config.get(key) for key in keys}
+
+
+def test_gemmas_config_names_and_norms(tmp_path):
+    norms = {f"blk.0.{n}.weight": np.full(HIDDEN, 1.5, np.float32) for n in ("attn_norm", "post_attention_norm", "ffn_norm")}
+    extra = [("gemma3.attention.sliding_window", 128), ("gemma3.rope.freq_base", 1e6), ("gemma3.rope.scaling.type", "linear")]
+    extra += [("gemma3.rope.scaling.factor", 8.0), ("gemma3.attention.key_length", 24), ("gemma3.attention.value_length", 24)]
+    write_gguf(tmp_path / "m.gguf", "gemma3", extra=extra, tensors=norms)
+    expected = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 128,
+        "head_dim": 24,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "final_logit_softcapping": None,
+        "gemma3.attention.value_length": None,
+    }
+    assert config_of(tmp_path / "m.gguf", expected) == expected
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"):
+        assert checkpoint.tensor(f"model.layers.0.{name}.weight").tolist() == [0.5] * HIDDEN
+    extra = [("gemma2.attention.sliding_window_pattern", [True, False]), ("gemma2.attn_logit_softcapping", 50.0)]
+    write_gguf(tmp_path / "n.gguf", "gemma2", extra=extra)
+    expected = {"layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 50.0}
+    assert config_of(tmp_path / "n.gguf", expected) == expected
+
+
+EXPERTS = 4
+
+
+@pytest.mark.parametrize(
+    "arch, gate, down",
+    [
+        ("qwen3moe", "mlp.experts{}.gate_proj", "mlp.experts{}.down_proj"),
+        ("llama", "block_sparse_moe.experts{}.w1", "block_sparse_moe.experts{}.w2"),
+    ],
+)
+def test_experts_are_read_together_in_part_and_one_by_one(tmp_path, arch, gate, down):
+    import gguf
+
+    rng = np.random.default_rng(3)
+    shapes = {"ffn_gate_exps": (EXPERTS, INNER, HIDDEN), "ffn_down_exps": (EXPERTS, HIDDEN, INNER)}
+    tensors = {f"blk.0.{n}.weight": rng.standard_normal(s, dtype=np.float32) for n, s in shapes.items()}
+    extra = [(f"{arch}.expert_count", EXPERTS), (f"{arch}.expert_used_count", 2)]
+    extra += [("qwen3moe.expert_feed_forward_length", INNER)] if arch == "qwen3moe" else []
+    kind = gguf.GGMLQuantizationType.Q8_0
+    write_gguf(tmp_path / "m.gguf", arch, extra=extra, tensors=tensors, qtype=kind)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    for name, short in ((gate, "gate"), (down, "down")):
+        stored = tensors[f"blk.0.ffn_{short}_exps.weight"]
+        flat = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
+        whole = torch.from_numpy(np.ascontiguousarray(flat.reshape(stored.shape)))
+        stem = f"model.layers.0.{name}.weight"
+        assert torch.equal(checkpoint.tensor(stem.format(""), stored.shape), whole)
+        assert torch.equal(checkpoint.tensor(stem.format(""), rows=(1, 3), cols=(5, 20)), whole[1:3, 5:20])
+        assert checkpoint.shape(stem.format(".2")) == stored.shape[1:] and not checkpoint.has(stem.format("x"))
+        assert torch.equal(checkpoint.tensor(stem.format(".2"), rows=(3, 9), cols=(32, 50)), whole[2, 3:9, 32:50])
+        with pytest.raises(ModelError, match="experts.4"):
+            checkpoint.tensor(stem.format(f".{EXPERTS}"))
+    assert not [name for name in checkpoint.unread() if "experts" in name]
+    expected = {"qwen3moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS, "moe_intermediate_size": INNER},
+                "llama": {"architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS}}[arch]  # fmt: skip
+    assert config_of(tmp_path / "m.gguf", expected) == expected and checkpoint.config["num_experts_per_tok"] == 2
+
+
+def test_what_is_not_known_keeps_its_name_so_that_a_model_refuses_it(tmp_path):
+    extra = [("llama.logit_scale", 0.5), ("llama.attention.value_length", 8)]
+    write_gguf(tmp_path / "m.gguf", extra=extra, tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    assert checkpoint.config["llama.logit_scale"] == 0.5 and checkpoint.config["llama.attention.value_length"] == 8
+    assert "blk.0.attn_sinks.weight" in checkpoint.unread()
+
+
+def test_the_rotated_part_of_a_head_is_read(tmp_path):
+    write_gguf(tmp_path / "m.gguf", extra=[("llama.rope.dimension_count", 4)])
+    assert open_checkpoint(tmp_path / "m.gguf").config["partial_rotary_factor"] == 0.25
 
 
 def test_an_unknown_architecture_keeps_its_name(tmp_path):
