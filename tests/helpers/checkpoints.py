@@ -46,6 +46,22 @@ def tiny_qwen3(**overrides) -> pathlib.Path:
     return _folder("qwen3", json.dumps({**base, "head_dim": 32, **overrides}, sort_keys=True))
 
 
+def tiny_gemma3(**overrides) -> pathlib.Path:
+    """A Gemma 3 of 2 layers, the first with a window of 16 tokens, with 6 query and 2 key heads of 16."""
+    base = {
+        "hidden_size": 96,
+        "intermediate_size": 200,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    return _folder("gemma3_text", json.dumps({**base, **overrides}, sort_keys=True))
+
+
 @functools.cache
 def _folder(family: str, arguments: str) -> pathlib.Path:
     import torch

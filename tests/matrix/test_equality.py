@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.helpers.checkpoints import tiny_llama
+from tests.helpers.checkpoints import tiny_gemma3, tiny_llama
 from tests.helpers.server import Server
 from tests.matrix.requests import ARRIVALS, VOCABULARY, answer_of, differences, make_requests
 from tests.matrix.settings import ALL, ODD, PLAINEST, Setting, pairwise
@@ -16,8 +16,8 @@ from tests.matrix.settings import ALL, ODD, PLAINEST, Setting, pairwise
 class Reference:
     """The plainest setting: its server, the requests made from its answers, and each one's answer when it runs alone."""
 
-    def __init__(self, server: Server):
-        self.server = server
+    def __init__(self, server: Server, model: str):
+        self.server, self.model = server, model
         self.bodies = make_requests(self.ask)
         self.answers = {name: answer_of(self.ask(body)) for name, body in self.bodies.items()}
 
@@ -29,17 +29,38 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference():
-    with Server(*PLAINEST.flags(), model=str(tiny_llama(vocab_size=VOCABULARY))) as server:
-        yield Reference(server)
+    model = str(tiny_llama(vocab_size=VOCABULARY))
+    with Server(*PLAINEST.flags(), model=model) as server:
+        yield Reference(server, model)
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    """Half of the layers have a window that every prompt fills; their pages are as large as those of `reference`."""
+    model = str(tiny_gemma3(vocab_size=VOCABULARY))
+    with Server(*PLAINEST.flags(), model=model) as server:
+        yield Reference(server, model)
 
 
 FEW = [*pairwise(ALL), ODD]
+WINDOWED = [Setting(2, "16", "cached", "scarce", "async")]
 
 
 @pytest.mark.parametrize("setting", [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in ALL if s not in FEW)], ids=str)
 def test_no_way_of_scheduling_changes_an_answer(reference: Reference, setting: Setting, record_property):
     """Also FF-20, FF-21, FF-22, FF-24, FF-29, FF-30, FF-31: what they garbled shows in tokens or log probabilities here."""
-    with Server(*setting.flags(), model=str(tiny_llama(vocab_size=VOCABULARY))) as server:
+    judge(reference, setting, record_property)
+
+
+@pytest.mark.parametrize(
+    "setting", [*WINDOWED, *(pytest.param(s, marks=pytest.mark.slow) for s in ALL if s not in WINDOWED)], ids=str
+)
+def test_no_way_of_scheduling_changes_a_windowed_models_answer(windowed: Reference, setting: Setting, record_property):
+    judge(windowed, setting, record_property)
+
+
+def judge(reference: Reference, setting: Setting, record_property) -> None:
+    with Server(*setting.flags(), model=reference.model) as server:
         flips = 0
         for name, arrive in ARRIVALS.items():
             wrong, flipped = differences(reference.answers, arrive(server, reference.bodies), reference.bodies, reference.ask)
