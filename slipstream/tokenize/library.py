@@ -10,7 +10,7 @@ from slipstream.errors import ModelError
 from slipstream.tokenize.decoder import Decoding, decoding_of
 from slipstream.tokenize.differences import DecodedTokenizer
 from slipstream.tokenize.gguf import gguf_tokenizer
-from slipstream.tokenize.slow import TEKKEN, SlowTokenizer, read_slow
+from slipstream.tokenize.slow import TEKKEN, SlowTokenizer, first_part, read_slow
 from slipstream.tokenize.template import ChatTemplate
 from slipstream.tokenize.tokenizer import Tokenizer, read_json
 from slipstream.weights.gguf_config import eos_ids
@@ -47,6 +47,9 @@ class SpelledTokenizer(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return _encode(self._library, text, add_special_tokens)
 
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        return _encode_pair(self._library, first, second)
+
     def token_bytes(self, id: int) -> bytes:
         data = self._cache.get(id)
         if data is None:
@@ -80,6 +83,9 @@ class LibraryTokenizer(DecodedTokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return _encode(self._library, text, add_special_tokens)
 
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        return _encode_pair(self._library, first, second)
+
     def _text(self, ids: list[int]) -> str:
         return self._library.decode([id for id in ids if id >= 0], skip_special_tokens=False)
 
@@ -97,6 +103,11 @@ def _ids_of(library: tokenizers.Tokenizer) -> tuple[int, frozenset[int]]:
 def _encode(library: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     # not `encode`: that holds the interpreter, for a second with a text of a megabyte
     return library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _encode_pair(library: tokenizers.Tokenizer, first: str, second: str) -> tuple[list[int], int]:
+    encoding = library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+    return encoding.ids, first_part(encoding.type_ids)
 
 
 def of_library(

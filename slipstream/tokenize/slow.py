@@ -43,6 +43,14 @@ def read_slow(folder: pathlib.Path) -> Any | None:
     return found
 
 
+def first_part(types: list[int]) -> int:
+    """How many ids of a pair are of its first text. Raises ModelError for other token types than zeros, then ones."""
+    count = types.count(0)
+    if types != [0] * count + [1] * (len(types) - count):
+        raise ModelError("the tokenizer gives a pair of texts other token types than 0 and then 1, which is not supported")
+    return count
+
+
 def _tekken(file: pathlib.Path) -> tokenizers.Tokenizer:
     """Mistral's tokenizers; a text begins with `<s>`, as mistral-common encodes it."""
     from transformers.integrations.mistral.tokenizer import MistralConverter
@@ -74,6 +82,11 @@ class SlowTokenizer(DecodedTokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._one_at_a_time:
             return self._slow.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        with self._one_at_a_time:
+            both = self._slow(first, second, return_token_type_ids=True)
+        return both["input_ids"], first_part(both["token_type_ids"])
 
     def _text(self, ids: list[int]) -> str:
         known = [id for id in ids if 0 <= id < self.vocab_size]

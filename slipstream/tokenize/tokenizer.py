@@ -39,13 +39,20 @@ class Tokenizer(ABC):
 
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         """Token ids, with the beginning and end tokens that the model expects. Raises BadRequest for invalid Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise BadRequest(
-                f"character {e.start} is half a surrogate pair; a text must be valid Unicode", param=param
-            ) from None
+        check_unicode(text, param)
         return self._encode(text, add_special_tokens)
+
+    def encode_pair(self, first: str, second: str, *, param: str = "prompt") -> tuple[list[int], int]:
+        """Ids of two texts as one, as a model that scores pairs expects them, and how many belong to the first text.
+
+        Raises BadRequest for invalid Unicode.
+        """
+        for text in (first, second):
+            check_unicode(text, param)
+        return self._encode_pair(first, second)
+
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        raise ModelError(f"a {type(self).__name__} cannot encode pairs of texts")
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True, *, continues: bool = False) -> str:
         """The text of ids. continues: they go on from other text, so a leading space belongs to it (see `stream`)."""
@@ -86,6 +93,14 @@ class Tokenizer(ABC):
                 f"messages: the chat template makes {len(text)} characters of them; at most {max_chars} can fit", "messages"
             )
         return self.encode(text, add_special_tokens=False, param="messages")
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raises BadRequest for half a surrogate pair, which JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BadRequest(f"character {e.start} is half a surrogate pair; a text must be valid Unicode", param=param) from None
 
 
 def load_tokenizer(
