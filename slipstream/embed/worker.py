@@ -120,9 +120,8 @@ class Worker:
         if isinstance(message, Abort):
             self._queue.drop(message.id)
         elif self._queue.texts and self._queue.texts + len(message.rows) > self._max_texts:
-            peer.send(
-                Refused(message.id, 429, f"{self._queue.texts} texts wait already, of {self._max_texts}; try again later")
-            )
+            text = f"{self._queue.texts} texts wait already, and --max-queue is {self._max_texts}; try again later"
+            peer.send(Refused(message.id, 429, text))
         elif self._queue.bytes > self._max_bytes:
             peer.send(Refused(message.id, 429, "waiting requests take --queue-memory-bytes; try again later"))
         else:

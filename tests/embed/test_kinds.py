@@ -17,7 +17,10 @@ POOLING = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "pool
 def folder_of(path, config, kinds=(), pooling=POOLING, **files):
     (path / "config.json").write_text(json.dumps(config))
     if kinds:
-        rows = [{"idx": i, "name": str(i), "path": "" if not i else f"{i}_{k}", "type": f"st.models.{k}"} for i, k in enumerate(kinds)]
+        rows = [
+            {"idx": i, "name": str(i), "path": "" if not i else f"{i}_{k}", "type": f"st.models.{k}"}
+            for i, k in enumerate(kinds)
+        ]
         (path / "modules.json").write_text(json.dumps(rows))
         (path / "1_Pooling").mkdir(exist_ok=True)
         (path / "1_Pooling/config.json").write_text(json.dumps(pooling))
@@ -55,7 +58,10 @@ def test_without_modules_the_architecture_decides(tmp_path):
     assert spec(tmp_path, BERT) == EncoderSpec("embed", 64, 8, "mean", normalize=True)
     assert spec(tmp_path, {**BERT, "architectures": ["BertForMaskedLM"]}).task == "embed"
     assert spec(tmp_path, CROSS) == EncoderSpec("score", 64, 1, sigmoid=True)
-    assert spec(tmp_path, {**CROSS, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}).sigmoid is False
+    assert (
+        spec(tmp_path, {**CROSS, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}).sigmoid
+        is False
+    )
 
 
 def test_the_task_and_the_pooling_can_be_given(tmp_path):
