@@ -14,7 +14,6 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, ModelError
 from slipstream.weights.parts import first_architecture, read_config, read_json
 
-TASKS = ("generate", "embed", "score")
 _POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last_token": "last", "last": "last"}
 # families whose positions begin after the padding id, so that a text has fewer tokens than `max_position_embeddings`
 _SHIFTED = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer", "roberta-prelayernorm", "xmod")
@@ -56,19 +55,25 @@ def encoder_spec(engine: EngineConfig, path: str | pathlib.Path) -> EncoderSpec 
     """
     folder = pathlib.Path(path)
     if not folder.is_dir():  # a GGUF file, or a config alone
-        if engine.task in ("embed", "score"):
-            raise ConfigError(f"--task {engine.task}: needs a folder in Hugging Face's form, not {folder.name}")
+        check_generates(engine, folder.name)
         return None
     config = read_config(folder)
     modules = _modules(folder)
     task = _task(config, modules) if engine.task == "auto" else engine.task
     if task == "generate":
-        if engine.pooling != "auto":
-            raise ConfigError(f"--pooling {engine.pooling}: is for models that embed; give --task embed too")
+        check_generates(engine, folder.name)
         return None
     _check_flags(engine)
     max_len = _max_len(engine, folder, config)
     return _score(engine, config, max_len) if task == "score" else _embed(engine, folder, config, modules, max_len)
+
+
+def check_generates(engine: EngineConfig, name: str) -> None:
+    """Raises ConfigError for flags of encoders, for a model that cannot be one or is not asked to be one."""
+    if engine.task in ("embed", "score"):
+        raise ConfigError(f"--task {engine.task}: needs a folder in Hugging Face's form, which {name} is not")
+    if engine.pooling != "auto":
+        raise ConfigError(f"--pooling {engine.pooling}: is for models that embed; give --task embed too")
 
 
 def _task(config: dict[str, Any], modules: list[tuple[str, str]]) -> str:

@@ -100,6 +100,13 @@ def test_what_would_give_wrong_results_is_refused_by_name(tmp_path, config, kind
         spec(tmp_path, config, kinds, pooling, flags)
 
 
+@pytest.mark.parametrize("flags", [{"task": "score"}, {"task": "embed"}, {"pooling": "cls"}])
+def test_a_gguf_file_is_no_encoder(tmp_path, flags):
+    assert encoder_spec(EngineConfig(), tmp_path / "m.gguf") is None
+    with pytest.raises(ConfigError, match="--task|--pooling"):
+        encoder_spec(EngineConfig(**flags), tmp_path / "m.gguf")
+
+
 def test_lowercasing_before_the_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelError, match="do_lower_case"):
         spec(tmp_path, BERT, sentence_bert_config={"do_lower_case": True})

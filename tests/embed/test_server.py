@@ -191,6 +191,22 @@ def test_a_killed_process_gives_each_request_one_error_and_starts_again(server):
     assert server.post("/v1/embeddings", {"input": "again"}).status == 200
 
 
+def test_a_python_program_gets_vectors_and_scores(expected):
+    vectors, ids = expected
+    with LLM("all-minilm-l6-v2", device="cpu") as llm:
+        found = llm.embed([*SENTENCES, ids[1]])
+        assert [each.prompt_token_ids for each in found] == [*ids, ids[1]]
+        for each, vector in zip(found, [*vectors, vectors[1]], strict=True):
+            assert np.abs(np.array(each.outputs.embedding) - vector).max() < 1e-5
+        assert len(llm.embed("x", dimensions=5)[0].outputs.embedding) == 5 and llm.embed([]) == []
+        scores = [each.outputs.score for each in llm.score(QUERY, DOCUMENTS)]
+        assert max(scores) == scores[1]
+        for wrong, param in ((lambda: llm.embed("x", 999), "dimensions"), (lambda: llm.score(["a", "b"], "c"), "text_1")):
+            with pytest.raises(BadRequest) as caught:
+                wrong()
+            assert caught.value.param == param
+
+
 def test_a_cross_encoder_in_python_scores_and_has_no_vectors(tmp_path):
     import torch
     import transformers

@@ -33,7 +33,7 @@ class FakeTokenizer:
         self.spells = True
         self.streams = 0
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, id: int) -> bytes:
