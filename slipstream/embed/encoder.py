@@ -13,6 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from slipstream.config import EngineConfig
+from slipstream.device.cpu.memory import threads_per_rank
+from slipstream.device.cpu.threads import Crew
 from slipstream.device.select import resolve_device
 from slipstream.embed.kinds import EncoderSpec
 from slipstream.embed.queue import Text
@@ -40,6 +42,7 @@ class Encoder:
         if missing:
             raise ModelError(f"{folder}: its files lack the tensor {missing[0]} ({len(missing)} are missing)")
         self.device = torch.device(resolve_device(config.device))
+        self._crew = Crew(threads_per_rank(1)) if self.device.type == "cpu" else None
         self.spec = spec
         self._model: Any = model.to(self.device).eval()
         self._dense = [_dense(folder / path).to(self.device) for path in spec.dense]
@@ -56,9 +59,16 @@ class Encoder:
     def weight_bytes(self) -> int:
         return self._bytes
 
-    @torch.inference_mode()
     def encode(self, batch: list[Text]) -> np.ndarray:
         """float32 [texts, width]."""
+        if self._crew is None:
+            return self._encode(batch)
+        out: list[np.ndarray] = []
+        self._crew.run(lambda: out.append(self._encode(batch)))
+        return out[0]
+
+    @torch.inference_mode()
+    def _encode(self, batch: list[Text]) -> np.ndarray:
         lengths = torch.tensor([len(text.ids) for text in batch])
         longest = int(lengths.max())
         ids = torch.full((len(batch), longest), self._pad, dtype=torch.long)
