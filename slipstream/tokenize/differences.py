@@ -101,8 +101,9 @@ class DecodedTokenizer(Tokenizer):
         return []
 
     def _is_byte(self, id: int) -> bool:
+        """Whether a row of bytes may go on after this id; one without a token does not end it."""
         token = self._token(id)
-        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+        return not token or (len(token) == 6 and token.startswith("<0x") and token.endswith(">"))
 
     def _after(self, ids: list[int], anchor: list[int]) -> str:
         """The text that ids add after the anchor."""

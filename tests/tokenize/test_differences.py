@@ -30,6 +30,7 @@ KINDS = {
     "replace across tokens": decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "yyy"), decoders.Replace("--", "")]),
     "replace by a pattern": decoders.Sequence([decoders.Fuse(), decoders.Replace(Regex("a+b"), "y")]),
     "bytes and more": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("ab", "y")]),
+    "bytes and a letter": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("b", "B")]),
     "spaces by another character": decoders.Metaspace(replacement="|"),
     "byte level and more": decoders.Sequence([decoders.ByteLevel(), decoders.Replace("b", "B")]),
 }
@@ -80,11 +81,14 @@ def test_characters_that_a_replacement_may_reach_are_held_back():
     assert "".join([stream.push(WORDS.index("b")) for _ in range(12)]).startswith("byyybb")
 
 
-def test_bytes_in_a_row_wait_for_the_end_of_their_character():
-    tokenizer = made("bytes and more")
+@pytest.mark.parametrize("kind", ["bytes and more", "bytes and a letter"])
+def test_bytes_in_a_row_wait_for_the_end_of_their_character(kind):
+    tokenizer = made(kind)
     stream, first = tokenizer.stream(), len(WORDS)
     assert [stream.push(first + i) for i in (1, 2, 3)] == ["", "", ""]
     assert stream.push(WORDS.index("é")) + stream.flush() == "☃é"
+    stream, run = tokenizer.stream(), [first + i for i in (1, 2, 3, 4)]  # a character, and a byte that spoils the whole run
+    assert "".join(map(stream.push, run)) + stream.flush() == tokenizer.decode(run) == "\ufffd" * 4
 
 
 @pytest.mark.parametrize("kind", ["none", "wordpiece", "wordpiece as written"])
