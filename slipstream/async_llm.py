@@ -4,9 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from slipstream.llm import Conversation, Local, Progress, Prompts, checked, relay, translated
-from slipstream.outputs import RequestOutput
+from slipstream.llm import Conversation, Local, Progress, Prompts, Texts, checked, never, relay, translated
+from slipstream.outputs import (
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+    embedding_output,
+    scoring_output,
+)
 from slipstream.sampling_params import Params, SamplingParams
+from slipstream.serve.embed import local
 from slipstream.serve.errors import Failed
 
 T = TypeVar("T")
@@ -52,6 +59,14 @@ class AsyncLLM(Local):
                 yield piece
         finally:
             task.cancel()
+
+    async def embed(self, texts: Prompts, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
+        """As `LLM.embed`."""
+        return [embedding_output(*each) for each in await self._wait(local.embed(self._front, texts, dimensions, never))]
+
+    async def score(self, query: Texts, documents: Texts) -> list[ScoringRequestOutput]:
+        """As `LLM.score`."""
+        return [scoring_output(value) for value in await self._wait(local.score(self._front, query, documents, never))]
 
     async def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         try:

@@ -45,6 +45,16 @@ class EngineConfig:
     model: str = option(
         "smollm2-135m", "model: a name of `slipstream pull`, a folder, a .gguf file, a Hugging Face id, or a placement's .yaml"
     )
+    task: str = option(
+        "auto",
+        "what the model is for; auto: by its files (embed: vectors of texts; score: scores of pairs of texts)",
+        choices=("auto", "generate", "embed", "score"),
+    )
+    pooling: str = option(
+        "auto",
+        "how a model that embeds makes one vector of a text; auto: by its files",
+        choices=("auto", "mean", "cls", "last"),
+    )
     tokenizer: str | None = option(None, "a tokenizer folder or Hugging Face id (default: the model's own)")
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
     dtype: str = option("auto", "dtype of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))

@@ -14,21 +14,29 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from slipstream.config import EngineConfig, ServerConfig, check
+from slipstream.embed.kinds import encoder_spec
 from slipstream.errors import BadRequest, ConfigError, EngineDown, Overloaded
-from slipstream.outputs import RequestOutput, request_output
+from slipstream.outputs import (
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+    embedding_output,
+    request_output,
+    scoring_output,
+)
 from slipstream.process.board import Board
-from slipstream.process.group import Spec
 from slipstream.process.protocol import Attach, Down, Lost
+from slipstream.process.server import first_spec
 from slipstream.process.supervisor import Supervisor
 from slipstream.sampling_params import Params, SamplingParams, paired
+from slipstream.serve.embed import local
 from slipstream.serve.engine.generation import Generation
-from slipstream.serve.errors import Failed, to_bad_request
+from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, CompletionBody
 from slipstream.serve.openai.generate import requests_of
+from slipstream.serve.request_body import converted
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, all_prompts, chat_prompt, prepare
@@ -37,6 +45,7 @@ from slipstream.weights.pull import resolve_model
 
 T = TypeVar("T")
 Prompts = str | Sequence[str | list[int]]
+Texts = str | Sequence[str]
 Conversation = list[dict[str, Any]]
 Progress = Callable[[int], None]
 PORTION = 64  # prompts whose answers are awaited together
@@ -62,7 +71,8 @@ class Local:
         self._config = EngineConfig(**{"model": model, **options})
         check(self._config)
         path = str(resolve_model(self._config.model, weights=self._config.load_format != "dummy"))
-        self._front = Front(self._config, ServerConfig())
+        encoder = encoder_spec(self._config, path)
+        self._front = Front(self._config, ServerConfig(), encoder=encoder)
         invented = self._config.device == "sim" or self._config.load_format == "dummy"
         tokenizer = load_tokenizer(path, self._config.tokenizer, self._config.chat_template, placeholder=invented)
         self._front.set_tokenizer(tokenizer)
@@ -70,11 +80,9 @@ class Local:
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="slipstream-front", daemon=True)
         self._loop_thread.start()
         self._ready: Future[None] = Future()
-        size = self._config.tensor_parallel_size
-        board = Board.create(size)
-        self._supervisor = Supervisor(
-            [Spec(0, self._config, path, size, 0)], board, self._config.step_timeout, self._on_attach, self._on_down
-        )
+        spec = first_spec(self._config, path, encoder.encoded() if encoder else "")
+        board = Board.create(spec.size)
+        self._supervisor = Supervisor([spec], board, self._config.step_timeout, self._on_attach, self._on_down)
         self._thread = threading.Thread(target=self._supervise, name="slipstream-supervisor", daemon=True)
         self._thread.start()
         try:
@@ -163,7 +171,7 @@ class Local:
             Choice(i, prompt, request, plan, tokenizer, front.engine, front.metrics, generation.notify, now)
             for i, (prompt, request) in enumerate(requests_of(front, plan, prompts))
         ]
-        generation.start(answers, _never)
+        generation.start(answers, never)
         return generation
 
     # --- a thread for slow work
@@ -172,20 +180,22 @@ class Local:
         prompts = [given] if isinstance(given, str) else list(given)
         if not prompts or isinstance(prompts[0], int):
             raise BadRequest("prompts: expected a text, a list of texts, or a list of token-id lists", "prompts")
+        self._front.check_generates()
         limits, tokenizer = self._front.engine.check_ready(), self._front.ready_tokenizer()
         out = []
         for own, part in paired(prompts, params, "prompts"):
-            body = _converted({**own.of_completion(), "prompt": part}, CompletionBody)
+            body = converted({**own.of_completion(), "prompt": part}, CompletionBody)
             plan = make_plan(body, tokenizer)
             texts = [prompt if isinstance(prompt, str) else None for prompt in part]
             out += self._portions(plan, all_prompts(body, plan, tokenizer, limits), texts)
         return out
 
     def _chats(self, several: list[Conversation], params: Params, options: dict[str, Any]) -> list[Portion]:
+        self._front.check_generates()
         limits, tokenizer = self._front.engine.check_ready(), self._front.ready_tokenizer()
         out = []
         for own, part in paired(several, params, "messages"):
-            bodies = [_converted({**own.of_chat(), **options, "messages": messages}, ChatBody) for messages in part]
+            bodies = [converted({**own.of_chat(), **options, "messages": messages}, ChatBody) for messages in part]
             plan = make_plan(bodies[0], tokenizer)
             prompts = [chat_prompt(body, plan, tokenizer, limits) for body in bodies]
             out += self._portions(plan, prompts, [None] * len(prompts))
@@ -254,6 +264,17 @@ class LLM(Local):
         finally:
             task.cancel()
 
+    def embed(self, texts: Prompts, dimensions: int | None = None) -> list[EmbeddingRequestOutput]:
+        """The vector of each text (or list of token ids), with a model that embeds.
+
+        dimensions: the first values only, with length 1 again.
+        """
+        return [embedding_output(*each) for each in self._await(local.embed(self._front, texts, dimensions, never))]
+
+    def score(self, query: Texts, documents: Texts) -> list[ScoringRequestOutput]:
+        """The score of each document with the query, or with its own of as many queries."""
+        return [scoring_output(value) for value in self._await(local.score(self._front, query, documents, never))]
+
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._submit(work)
         try:
@@ -279,13 +300,6 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _converted(given: dict[str, Any], schema: type[T]) -> T:
-    try:
-        return msgspec.convert(given, schema)
-    except msgspec.ValidationError as e:
-        raise to_bad_request(e) from None
-
-
 async def relay(pieces: AsyncIterator[str], put: Callable[[str | BaseException | None], None]) -> None:
     """Hands over every piece, then None or the exception."""
     try:
@@ -306,7 +320,7 @@ def translated(e: BaseException) -> BaseException:
     return e
 
 
-async def _never() -> dict[str, str]:
+async def never() -> dict[str, str]:
     """The connection of a client that never leaves."""
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.Event().wait()

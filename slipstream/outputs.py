@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.logprobs import Packed, TokenNames, unpacked
 
@@ -37,6 +39,40 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     prompt_logprobs: Logprobs | None
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The vector of one text."""
+
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """The score of one pair of texts."""
+
+    outputs: ScoringOutput
+
+
+def embedding_output(ids: bytes, vector: np.ndarray) -> EmbeddingRequestOutput:
+    """ids: int32."""
+    return EmbeddingRequestOutput(np.frombuffer(ids, np.int32).tolist(), EmbeddingOutput(vector.tolist()))
+
+
+def scoring_output(value: float) -> ScoringRequestOutput:
+    return ScoringRequestOutput(ScoringOutput(float(value)))
 
 
 def request_output(prompt: str | None, answers: list[Choice], names: TokenNames) -> RequestOutput:

@@ -18,7 +18,7 @@ ROOMS = (
     ("serve",),
     ("components",),
     ("graph",),
-    ("rank",),
+    ("rank", "embed"),
     ("process",),
     ("device",),
     ("models",),

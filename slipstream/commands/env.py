@@ -18,6 +18,8 @@ REQUIRED = (
 OPTIONAL = (
     ("matplotlib", "pictures of `slipstream bench --plot` and `trace`", "pip install matplotlib"),
     ("hibari-tts", "`slipstream serve voice`", "pip install 'slipstream[voice]'"),
+    ("sentencepiece", "`.model` tokenizers without a tokenizer.json", "pip install 'slipstream[tokenizers]'"),
+    ("tiktoken", "`.tiktoken` tokenizers without a tokenizer.json", "pip install 'slipstream[tokenizers]'"),
     ("opentelemetry-sdk", "--otlp-traces-endpoint", "pip install 'slipstream[otel]'"),
     ("triton", "kernels on CUDA", "comes with PyTorch's CUDA builds: pip install torch"),
 )

@@ -33,11 +33,13 @@ def run(args: argparse.Namespace) -> int:
         from slipstream.graph import launch
 
         return launch.run(engine, server)
+    from slipstream.embed.kinds import encoder_spec
     from slipstream.process.server import serve
     from slipstream.weights.pull import resolve_model
 
     path = resolve_model(engine.model, weights=engine.load_format != "dummy")
-    return serve(engine, server, str(path))
+    encoder = encoder_spec(engine, path)
+    return serve(engine, server, str(path), encoder=encoder.encoded() if encoder else "")
 
 
 def _check(engine: config.EngineConfig, server: config.ServerConfig) -> None:

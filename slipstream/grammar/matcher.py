@@ -22,6 +22,7 @@ from slipstream.log.grammar import MakeMatcher
 from slipstream.tokenize.tokenizer import Tokenizer, load_tokenizer
 from slipstream.weights.config import load_config
 
+NO_TEXTS = "the texts of this model's tokens depend on the tokens around them, so an answer cannot be bound by a grammar"
 NO_END = "the model has no end token, so an answer could not end where its grammar does"
 FORCED_BYTES = 256  # characters of a forced text that are tokenized at a time; only the next token is needed
 _KEPT = 32  # compiled grammars kept for the next request with the same one
@@ -74,7 +75,12 @@ class Vocabulary(NamedTuple):
 
     @staticmethod
     def of(tokenizer: Tokenizer, width: int | None = None, tokenize: bool = True) -> "Vocabulary":
-        """width: the size of a row of the model's logits; None means the tokenizer's size."""
+        """width: the size of a row of the model's logits; None means the tokenizer's size.
+
+        Raises ValueError where tokens have no texts of their own.
+        """
+        if not tokenizer.spells:
+            raise ValueError(NO_TEXTS)
         width = width or tokenizer.vocab_size
         tokens = [tokenizer.token_bytes(id) for id in range(min(tokenizer.vocab_size, width))]
         ends = [id for id in tokenizer.eos_ids if 0 <= id < len(tokens)]

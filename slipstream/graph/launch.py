@@ -34,6 +34,8 @@ class FrontGraph(msgspec.Struct, frozen=True):
 
 def run(engine: EngineConfig, server: ServerConfig) -> int:
     """Runs `slipstream serve` for a placement; returns the exit code."""
+    if (engine.task, engine.pooling) != ("auto", "auto"):
+        raise ConfigError("--task and --pooling: are for single models; leave them out for a model of several components")
     placement, model = load(engine.model)
     if server.api_server_count != 1:
         raise ConfigError("--api-server-count: must be 1 for a composite model, whose conductor is in the one front end")

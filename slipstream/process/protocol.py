@@ -117,6 +117,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     server: str  # ServerConfig as JSON
     model_path: str  # where the model's files lie (a folder or a .gguf file)
     graph: str = ""  # of a composite model: `graph.launch.FrontGraph` as JSON
+    encoder: str = ""  # of a model that embeds or scores: `embed.kinds.EncoderSpec` as JSON
     front: int = 0  # this one's place among
     fronts: int = 1
 
@@ -182,7 +183,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     rank: int
     size: int
     block: int  # of the board
-    role: str = ""  # what a group of another kind than a language model holds (`graph.worker.WorkerSpec` as JSON)
+    role: str = ""  # what another process than a rank holds (`graph.worker.WorkerSpec` or `embed.kinds.EncoderSpec` as JSON)
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

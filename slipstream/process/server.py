@@ -29,24 +29,33 @@ class Others(NamedTuple):
     descriptors: list[int]
 
 
-def serve(engine: config.EngineConfig, server: config.ServerConfig, model_path: str, others: Others | None = None) -> int:
-    """Runs a server until SIGTERM or SIGINT; returns the exit code."""
+def serve(
+    engine: config.EngineConfig, server: config.ServerConfig, model_path: str, others: Others | None = None, encoder: str = ""
+) -> int:
+    """Runs a server until SIGTERM or SIGINT; returns the exit code. `encoder`: as in `Hello`."""
     others = others or Others([], "", [])
     sock = listen(server)
     size = engine.tensor_parallel_size
     board = Board.create(size + len(others.specs))
-    specs = [Spec(0, engine, model_path, size, 0)]
+    specs = [first_spec(engine, model_path, encoder)]
     specs += [dataclasses.replace(spec, first_block=size + i) for i, spec in enumerate(others.specs)]
     supervisor = Supervisor(specs, board, engine.step_timeout)
     supervisor.drain_timeout = server.drain_timeout
-    supervisor.on_ready = lambda: announce(engine, server, sock)
+    supervisor.on_ready = lambda: announce(engine, server, sock, encoder)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
-    add_fronts(supervisor, engine, server, model_path, others, [sock.fileno(), board.fd, *others.descriptors])
+    add_fronts(supervisor, engine, server, model_path, others, encoder, [sock.fileno(), board.fd, *others.descriptors])
     code = supervisor.run()
     if server.uds is not None:
         pathlib.Path(server.uds).unlink(missing_ok=True)
     return code
+
+
+def first_spec(engine: config.EngineConfig, model_path: str, encoder: str) -> Spec:
+    """The ranks of a language model, or the one process of an encoder."""
+    if encoder:
+        return Spec(0, engine, model_path, 1, 0, "slipstream.embed.worker", encoder)
+    return Spec(0, engine, model_path, engine.tensor_parallel_size, 0)
 
 
 def listen(server: config.ServerConfig) -> socket.socket:
@@ -88,6 +97,7 @@ def add_fronts(
     server: config.ServerConfig,
     model_path: str,
     others: Others,
+    encoder: str,
     descriptors: list[int],
 ) -> None:
     """Starts `--api-server-count` front ends. They accept on one socket and share the state of one server."""
@@ -96,13 +106,13 @@ def add_fronts(
         raise ConfigError("--api-server-count: a model of several components has one front end")
     shared = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("slipstream-tally", "slipstream-shelf") if count > 1]
     for i in range(count):
-        hello = Hello(config.to_json(engine), config.to_json(server), model_path, others.graph, i, count)
+        hello = Hello(config.to_json(engine), config.to_json(server), model_path, others.graph, encoder, i, count)
         supervisor.add_front("slipstream.serve.main", hello, [*descriptors, *shared])
     for fd in shared:
         os.close(fd)
 
 
-def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: socket.socket) -> None:
+def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: socket.socket, encoder: str) -> None:
     """Says where the server is, with a line that can be pasted."""
     if server.uds is not None:
         where, curl = server.uds, f"--unix-socket {server.uds} http://localhost"
@@ -112,8 +122,11 @@ def announce(engine: config.EngineConfig, server: config.ServerConfig, sock: soc
         where = curl = f"http://{host}:{port}"
     key = ' -H "Authorization: Bearer $KEY"' if server.api_key else ""
     name = config.served_names(engine, server)[0]
-    question = f'{{"role": "user", "content": "{EXAMPLE}"}}'
-    body = f'{{"model": "{name}", "messages": [{question}], "temperature": 0, "max_tokens": 64}}'
+    message = f'{{"role": "user", "content": "{EXAMPLE}"}}'
+    path, more = "chat/completions", f'"messages": [{message}], "temperature": 0, "max_tokens": 64'
+    if encoder:
+        path, more = "rerank", f'"query": "{EXAMPLE}", "documents": ["Paris is the capital of France.", "Rome is in Italy."]'
+    body = f'{{"model": "{name}", {more}}}'
     json = "-H 'Content-Type: application/json'"
     with contextlib.suppress(OSError):  # stdout is closed; the server goes on
-        print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/chat/completions{key} {json} -d '{body}'\n", flush=True)
+        print(f"slipstream: ready on {where}\n\n  curl {curl}/v1/{path}{key} {json} -d '{body}'\n", flush=True)

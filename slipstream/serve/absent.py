@@ -1,4 +1,4 @@
-"""Routes that other servers have and this one does not. Each answers that its feature is not supported."""
+"""Routes that other servers have and this one does not. Each answers that it is not supported, or what the model is for."""
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -7,18 +7,12 @@ from starlette.routing import Route
 from slipstream.serve.errors import Failure
 
 _LORA = "LoRA adapters are not supported: serve the merged weights as a model of their own"
-_EMBED = "embeddings and scores are not supported: this server generates"
+OF_ENCODERS = ("/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 
 ABSENT = {
-    "/v1/embeddings": _EMBED,
-    "/v2/embed": _EMBED,
-    "/pooling": _EMBED,
-    "/classify": _EMBED,
-    "/score": _EMBED,
-    "/v1/score": _EMBED,
-    "/rerank": _EMBED,
-    "/v1/rerank": _EMBED,
-    "/v2/rerank": _EMBED,
+    "/v2/embed": "Cohere's form of embeddings is not supported: use /v1/embeddings of a server whose model embeds",
+    "/pooling": "vectors of single tokens are not supported",
+    "/classify": "classification is not supported",
     "/v1/moderations": "moderation is not supported",
     "/v1/images/generations": "images are not supported",
     "/v1/images/edits": "images are not supported",
@@ -36,7 +30,13 @@ ABSENT = {
 
 
 def routes() -> list[Route]:
-    return [Route(path, _refuse, methods=["GET", "POST"]) for path in ABSENT]
+    absent = [Route(path, _refuse, methods=["GET", "POST"]) for path in ABSENT]
+    return [*absent, *(Route(path, _generates, methods=["GET", "POST"]) for path in OF_ENCODERS)]
+
+
+async def _generates(http: HttpRequest) -> Response:
+    text = "this server's model generates text; serve one that embeds or scores (slipstream serve all-minilm-l6-v2)"
+    return Failure(400, text, code="not_supported").response()
 
 
 async def _refuse(http: HttpRequest) -> Response:

@@ -61,6 +61,11 @@ def build(front: Front) -> ASGIApp:
         paths = {route.path for route in own}
         routes = [*own, *(route for route in routes if route.path not in paths)]
         spec = openapi.document(enable_debug, needs_key, audio_routes.documented())
+    if front.encoder:
+        from slipstream.serve.embed import routes as embed_routes
+
+        routes = [*embed_routes.routes(), *routes]
+        spec = openapi.document(enable_debug, needs_key, embed_routes.documented(), without=embed_routes.GENERATING)
     handlers = {
         HTTPException: _on_http,
         SlipstreamError: _on_error,

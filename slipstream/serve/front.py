@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slipstream.config import EngineConfig, ServerConfig, served_names
-from slipstream.errors import EngineDown
+from slipstream.embed.kinds import EncoderSpec
+from slipstream.errors import BadRequest, EngineDown
 from slipstream.process.board import Board
 from slipstream.serve.budget import Budget
 from slipstream.serve.delivery import Deliveries
+from slipstream.serve.embed.engine import EncoderEngine
 from slipstream.serve.engine.engine import Engine
 from slipstream.serve.engine.generation import Generation
 from slipstream.serve.engine.progress import Progress
@@ -48,6 +50,7 @@ class Front:
     slow_reader_seconds: float = SLOW_READER_SECONDS
     large: "LargeBodies | None" = None  # None: large bodies are prepared in this process too
     composite: "Composite | None" = None  # None: a plain language model
+    encoder: EncoderSpec | None = None  # None: a model that generates
 
     def __post_init__(self):
         self.models = served_names(self.engine_config, self.server_config)
@@ -55,7 +58,8 @@ class Front:
         self.bodies = Budget(self.server_config.body_memory_bytes)
         self.deliveries: Deliveries | None = None  # set with the application
         self.metrics = Metrics(self.model, self.shared_counters)
-        self.engine = Engine(self.metrics.on_load)
+        made = EncoderEngine(self.encoder, self.metrics.on_load) if self.encoder else None
+        self.engine = made or Engine(self.metrics.on_load)
         self.progress = Progress(self.board, self.engine_config.step_timeout)
         self.dialect = PLAIN
         endpoint = self.server_config.otlp_traces_endpoint
@@ -72,6 +76,11 @@ class Front:
         if self.tokenizer is None:
             raise EngineDown("the tokenizer is loading")
         return self.tokenizer
+
+    def check_generates(self) -> None:
+        """Raises BadRequest on a server whose model gives vectors or scores."""
+        if self.encoder is not None:
+            raise BadRequest(f"this server's model {self.encoder.does}; it does not generate text")
 
     def check_model(self, name: str | None) -> None:
         check_model(name, self.models)

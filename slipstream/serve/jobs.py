@@ -15,6 +15,16 @@ import msgspec
 from slipstream.errors import BadRequest
 from slipstream.serve.anthropic import messages_body
 from slipstream.serve.anthropic.messages_body import CountTokensBody, MessagesBody
+from slipstream.serve.embed.bodies import EmbeddingBody, RerankBody, ScoreBody
+from slipstream.serve.embed.rows import (
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    rows_of_input,
+    rows_of_pairs,
+    rows_of_texts,
+)
+from slipstream.serve.embed.rows import size_of as rows_size
 from slipstream.serve.engine.engine import RequestLimits
 from slipstream.serve.errors import Failure
 from slipstream.serve.openai import responses_body
@@ -173,6 +183,36 @@ def detokenize(body: DetokenizeBody, desk: Desk, earlier: bytes) -> Prepared:
     return Prepared(more=msgspec.json.encode({"prompt": text}))
 
 
+def embeddings(body: EmbeddingBody, desk: Desk, earlier: bytes) -> Prepared:
+    desk.check_model(body.model)
+    rows = rows_of_input(body, desk.tokenizer, _limits(desk))
+    return _packed(EmbeddingRequest(rows, body.dimensions, body.encoding_format == "base64"))
+
+
+def rerank(body: RerankBody, desk: Desk, earlier: bytes) -> Prepared:
+    desk.check_model(body.model)
+    return _packed(RerankRequest(rows_of_texts(body, desk.tokenizer, _limits(desk)), body))
+
+
+def rerank_pairs(body: RerankBody, desk: Desk, earlier: bytes) -> Prepared:
+    desk.check_model(body.model)
+    return _packed(RerankRequest(rows_of_pairs(body, desk.tokenizer, _limits(desk)), body))
+
+
+def score(body: ScoreBody, desk: Desk, earlier: bytes) -> Prepared:
+    desk.check_model(body.model)
+    return _packed(ScoreRequest(rows_of_texts(body, desk.tokenizer, _limits(desk)), body))
+
+
+def score_pairs(body: ScoreBody, desk: Desk, earlier: bytes) -> Prepared:
+    desk.check_model(body.model)
+    return _packed(ScoreRequest(rows_of_pairs(body, desk.tokenizer, _limits(desk)), body))
+
+
+def _packed(request: msgspec.Struct) -> Prepared:
+    return Prepared(more=msgspec.msgpack.encode(request))
+
+
 def _thread(body: Any) -> None:
     """May block for seconds: the template is rendered in another process."""
 
@@ -185,6 +225,12 @@ JOBS: dict[str, Job] = {
     "responses": Job(ResponsesBody, responses, _thread),
     "input_tokens": Job(InputTokensBody, input_tokens, _thread),
     "tokenize": Job(TokenizeBody, tokenize, lambda body: None if body.messages is not None else size_of(body), generates=False),
+    "embeddings": Job(EmbeddingBody, embeddings, lambda body: rows_size(body.input)),
+    **{name: Job(RerankBody, work, _thread) for name, work in (("rerank", rerank), ("rerank_pairs", rerank_pairs))},
+    **{
+        name: Job(ScoreBody, work, lambda body: rows_size(body.text_1, body.text_2))
+        for name, work in (("score", score), ("score_pairs", score_pairs))
+    },
     "detokenize": Job(DetokenizeBody, detokenize, lambda body: len(body.tokens), generates=False),
 }
 

@@ -21,6 +21,7 @@ from functools import partial
 import uvicorn
 
 from slipstream import config
+from slipstream.embed.kinds import EncoderSpec
 from slipstream.errors import ConfigError, ModelError
 from slipstream.process.board import Board
 from slipstream.process.control import die_with_parent
@@ -99,7 +100,12 @@ class Process:
             *more, tally_fd, shelf_fd = more
             shared_counters, response_store = SharedCounters(tally_fd, hello.front, hello.fronts), ResponseStore(shelf_fd)
         self.front = Front(
-            engine_config, server_config, Board(board_fd), shared_counters=shared_counters, response_store=response_store
+            engine_config,
+            server_config,
+            Board(board_fd),
+            shared_counters=shared_counters,
+            response_store=response_store,
+            encoder=EncoderSpec.decoded(hello.encoder),
         )
         self.front.engine.on_lost = lambda incarnation: control.tell(Lost(0, incarnation))
         self._missing = 2  # the HTTP server and the tokenizer

@@ -1,7 +1,7 @@
 """The OpenAPI document: a table of operations, and bodies from the same structs that decode them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -111,9 +111,12 @@ _SCHEMES = {
 }
 
 
-def document(debug: bool, needs_key: bool = False, more: Operations = MappingProxyType({})) -> dict[str, Any]:
-    """`more`: further operations of this server; each replaces one with the same method and path."""
+def document(
+    debug: bool, needs_key: bool = False, more: Operations = MappingProxyType({}), without: Collection[str] = ()
+) -> dict[str, Any]:
+    """`more`: further operations of this server; each replaces one with the same method and path. `without`: paths."""
     operations = {**OPERATIONS, **(DEBUG_OPERATIONS if debug else {}), **more}
+    operations = {key: operation for key, operation in operations.items() if key[1] not in without}
     bodies = [operation.body for operation in operations.values() if operation.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     of_body = dict(zip(bodies, schemas, strict=True))

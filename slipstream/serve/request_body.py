@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -107,6 +107,14 @@ def decode(raw: bytes | bytearray, schema: type[T]) -> T:
             raise BadRequest(f"{path}: must be a finite number, not NaN or an infinity", path) from None
         reason = "nested too deeply" if isinstance(e, RecursionError) else str(e)[:200]
         raise BadRequest(f"the body is not valid JSON: {reason}") from None
+
+
+def converted(given: dict[str, Any], schema: type[T]) -> T:
+    """A body made in Python. Raises BadRequest naming the field, as `decode` does."""
+    try:
+        return msgspec.convert(given, schema)
+    except msgspec.ValidationError as e:
+        raise to_bad_request(e) from None
 
 
 def _not_finite(raw: bytes | bytearray) -> str | None:

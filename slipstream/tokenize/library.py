@@ -1,6 +1,5 @@
-"""Vocabularies that the `tokenizers` library runs: a folder's tokenizer.json, or one built from a GGUF's metadata."""
+"""Vocabularies that the `tokenizers` library runs: a folder's tokenizer.json, or one built from other files of it or a GGUF."""
 
-import json
 import pathlib
 import re
 from typing import Any
@@ -8,7 +7,10 @@ from typing import Any
 import tokenizers
 
 from slipstream.errors import ModelError
+from slipstream.tokenize.decoder import Decoding, decoding_of
+from slipstream.tokenize.differences import DecodedTokenizer
 from slipstream.tokenize.gguf import gguf_tokenizer
+from slipstream.tokenize.slow import TEKKEN, SlowTokenizer, first_part, read_slow
 from slipstream.tokenize.template import ChatTemplate
 from slipstream.tokenize.tokenizer import Tokenizer, read_json
 from slipstream.weights.gguf_config import eos_ids
@@ -16,7 +18,6 @@ from slipstream.weights.gguf_file import GGUFFile
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SLOW_FILES = ("tokenizer.model", "vocab.json", "tekken.json", "spiece.model")
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -29,28 +30,25 @@ def _byte_of_char() -> dict[str, int]:
 _BYTES = _byte_of_char()
 
 
-class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library.
+class SpelledTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library whose tokens have a text each.
 
     Text is assembled here from each token's bytes, so that a stream and the whole agree. It equals the library's decoding,
     except for bytes that are not UTF-8 in vocabularies with byte fallback, where the library writes U+FFFD for each byte.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer, eos: tuple[int, ...], bos: int | None, template: ChatTemplate | None):
-        library.no_padding()
-        library.no_truncation()
+    def __init__(self, library: tokenizers.Tokenizer, decoding: Decoding):
         self._library = library
-        self._spelling, self.strips_first_space = _decoder_kind(library)
-        added = library.get_added_tokens_decoder()
-        self._added = {id: token.content for id, token in added.items()}
+        self._spelling, self.strips_first_space = decoding.spelling, decoding.strips_first_space
+        self._added = {id: token.content for id, token in library.get_added_tokens_decoder().items()}
         self._cache: dict[int, bytes] = {}
-        self.vocab_size = max(library.get_vocab_size(with_added_tokens=True), max(self._added, default=-1) + 1)
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.eos_ids, self.bos_id, self.template = eos, bos, template
+        self.vocab_size, self.special_ids = _ids_of(library)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # not `encode`: that holds the interpreter, for a second with a text of a megabyte
-        return self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return _encode(self._library, text, add_special_tokens)
+
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        return _encode_pair(self._library, first, second)
 
     def token_bytes(self, id: int) -> bytes:
         data = self._cache.get(id)
@@ -73,69 +71,103 @@ class LibraryTokenizer(Tokenizer):
         return bytes([int(match[1], 16)]) if match else token.replace("\u2581", " ").encode()
 
 
-def _decoder_kind(library: tokenizers.Tokenizer) -> tuple[str, bool]:
-    """How tokens spell text: ("bytes" or "pieces", whether a text's first space is not part of it). Raises ModelError."""
-    state: dict[str, Any] = json.loads(library.decoder.__getstate__()) if library.decoder is not None else {"type": "none"}
-    parts = state["decoders"] if state["type"] == "Sequence" else [state]
-    kinds = {part["type"] for part in parts}
-    if "ByteLevel" in kinds:
-        return "bytes", False
-    if kinds & {"ByteFallback", "Metaspace"}:
-        strip = any(p["type"] == "Strip" and p.get("start") for p in parts)
-        meta = any(p["type"] == "Metaspace" and p.get("prepend_scheme", "always") != "never" for p in parts)
-        return "pieces", strip or meta
-    raise ModelError(f"the tokenizer's decoder ({', '.join(sorted(kinds))}) cannot be streamed")
+class LibraryTokenizer(DecodedTokenizer):
+    """A tokenizer of the `tokenizers` library whose decoder has to see several tokens."""
+
+    def __init__(self, library: tokenizers.Tokenizer, decoding: Decoding):
+        self._library = library
+        self._decoding = decoding
+        self.vocab_size, self.special_ids = _ids_of(library)
+        self._settle()
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return _encode(self._library, text, add_special_tokens)
+
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        return _encode_pair(self._library, first, second)
+
+    def _text(self, ids: list[int]) -> str:
+        return self._library.decode([id for id in ids if id >= 0], skip_special_tokens=False)
+
+    def _token(self, id: int) -> str:
+        return (self._library.id_to_token(id) if id >= 0 else None) or ""
 
 
-def load(path: pathlib.Path) -> LibraryTokenizer | None:
+def _ids_of(library: tokenizers.Tokenizer) -> tuple[int, frozenset[int]]:
+    """The number of ids, and those of special tokens."""
+    added = library.get_added_tokens_decoder()
+    size = max(library.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+    return size, frozenset(id for id, token in added.items() if token.special)
+
+
+def _encode(library: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    # not `encode`: that holds the interpreter, for a second with a text of a megabyte
+    return library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _encode_pair(library: tokenizers.Tokenizer, first: str, second: str) -> tuple[list[int], int]:
+    encoding = library.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+    return encoding.ids, first_part(encoding.type_ids)
+
+
+def of_library(
+    library: tokenizers.Tokenizer, eos: tuple[int, ...], bos: int | None, template: ChatTemplate | None
+) -> SpelledTokenizer | LibraryTokenizer:
+    """The tokenizer for a library's, by what its decoder does."""
+    library.no_padding()
+    library.no_truncation()
+    decoding = decoding_of(library)
+    made = SpelledTokenizer(library, decoding) if decoding.spelling else LibraryTokenizer(library, decoding)
+    made.eos_ids, made.bos_id, made.template = eos, bos, template
+    return made
+
+
+def load(path: pathlib.Path) -> Tokenizer | None:
     """The tokenizer of a GGUF file, a folder, or a file in one; None if there is none. Raises ModelError."""
     if path.suffix == ".gguf":
         return _from_gguf(GGUFFile(path).metadata)
     folder = path if path.is_dir() else path.parent
-    library = _read_library(folder)
-    return None if library is None else _from_folder(folder, library)
+    found = _read(folder)
+    return None if found is None else _from_folder(folder, found)
 
 
-def _from_gguf(metadata: dict) -> LibraryTokenizer:
+def _from_gguf(metadata: dict) -> Tokenizer:
     library = gguf_tokenizer(metadata)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
     variables = {name: metadata["tokenizer.ggml.tokens"][id] for name, id in ids.items() if id is not None}
     source = metadata.get("tokenizer.chat_template")
     template = ChatTemplate(source, variables) if source else None
-    return LibraryTokenizer(library, tuple(eos_ids(metadata)), ids["bos_token"], template)
+    return of_library(library, tuple(eos_ids(metadata)), ids["bos_token"], template)
 
 
-def _read_library(folder: pathlib.Path) -> tokenizers.Tokenizer | None:
+def _read(folder: pathlib.Path) -> Any | None:
+    """A tokenizer of the library, or one that transformers runs in Python; None if the folder has none."""
     file = folder / "tokenizer.json"
-    if file.is_file():
-        try:
-            return tokenizers.Tokenizer.from_file(str(file))
-        except Exception as e:  # the library raises nothing narrower
-            raise ModelError(f"{file}: {e}") from None
-    if not any((folder / name).is_file() for name in _SLOW_FILES):
-        return None
-    from transformers import AutoTokenizer  # seconds to import; converts the older formats
-
+    if not file.is_file():
+        found = read_slow(folder)
+        return getattr(found, "backend_tokenizer", found)
     try:
-        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as e:
-        raise ModelError(f"{folder}: transformers cannot read its tokenizer: {e}") from None
-    library = getattr(slow, "backend_tokenizer", None)
-    if library is None:
-        raise ModelError(f"{folder}: its tokenizer has no fast form; save one as tokenizer.json with transformers")
-    return library
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as e:  # the library raises nothing narrower
+        raise ModelError(f"{file}: {e}") from None
 
 
-def _from_folder(folder: pathlib.Path, library: tokenizers.Tokenizer) -> LibraryTokenizer:
+def _from_folder(folder: pathlib.Path, found: Any) -> Tokenizer:
     config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     named = {name: text for name in _NAMED if (text := _token_text(config.get(name))) is not None}
     extra = {n: t for n in config if n.endswith("_token") and (t := _token_text(config[n])) is not None}
-    ids = {name: library.token_to_id(text) for name, text in named.items()}
+    if (folder / TEKKEN).is_file():
+        named = {"bos_token": "<s>", "eos_token": "</s>", **named}
+    fast = isinstance(found, tokenizers.Tokenizer)
+    if not fast:
+        named = {**{name: text for name in _NAMED if (text := _token_text(getattr(found, name, None))) is not None}, **named}
+    ids = {name: found.token_to_id(text) if fast else found.convert_tokens_to_ids(text) for name, text in named.items()}
     eos = [*_configured_eos(folder), ids.get("eos_token")]
     source = _chat_source(folder, config)
     template = ChatTemplate(source, {**extra, **named}) if source else None
-    return LibraryTokenizer(library, tuple(dict.fromkeys(i for i in eos if i is not None)), ids.get("bos_token"), template)
+    make = of_library if fast else SlowTokenizer
+    return make(found, tuple(dict.fromkeys(i for i in eos if i is not None)), ids.get("bos_token"), template)
 
 
 def _token_text(value: Any) -> str | None:

@@ -2,6 +2,17 @@
 
 import codecs
 from collections.abc import Callable, Iterable
+from typing import Protocol
+
+
+class Stream(Protocol):
+    """The text of one answer as its ids come: the pieces of `push` and of one final `flush` joined are the whole text."""
+
+    def push(self, id: int) -> str: ...
+
+    def flush(self) -> str:
+        """The text held back; the stream can go on afterwards."""
+        ...
 
 
 class TextStream:

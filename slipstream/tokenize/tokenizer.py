@@ -1,4 +1,4 @@
-"""Text to token ids and back, and messages to a prompt, for one model. No torch; transformers only as the last resort.
+"""Text to token ids and back, and messages to a prompt, for one model. No torch; transformers only where no tokenizer.json is.
 
 `load_tokenizer` finds a model's tokenizer; the classes behind `Tokenizer` differ in where the vocabulary comes from.
 """
@@ -10,24 +10,25 @@ from typing import Any
 
 from slipstream.errors import BadRequest, ModelError
 from slipstream.tokenize.template import ChatTemplate
-from slipstream.tokenize.text_stream import TextStream, decode
+from slipstream.tokenize.text_stream import Stream, TextStream, decode
 
-_NOTHING: frozenset[int] = frozenset()
+NOTHING: frozenset[int] = frozenset()
 
 
 class Tokenizer(ABC):
     """A model's vocabulary as the front end uses it. Safe to use from several threads.
 
     `vocab_size` counts the ids that have a text; a model may have more rows. `eos_ids` end an answer. `special_ids` are left
-    out of text by default.
+    out of text by default. `spells`: whether an answer's text is the `token_bytes` of its ids, joined.
     """
 
     vocab_size: int
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
-    special_ids: frozenset[int] = _NOTHING
+    special_ids: frozenset[int] = NOTHING
     template: ChatTemplate | None = None
     strips_first_space: bool = False
+    spells: bool = True
 
     @abstractmethod
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -38,29 +39,34 @@ class Tokenizer(ABC):
 
     def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         """Token ids, with the beginning and end tokens that the model expects. Raises BadRequest for invalid Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise BadRequest(
-                f"character {e.start} is half a surrogate pair; a text must be valid Unicode", param=param
-            ) from None
+        check_unicode(text, param)
         return self._encode(text, add_special_tokens)
+
+    def encode_pair(self, first: str, second: str, *, param: str = "prompt") -> tuple[list[int], int]:
+        """Ids of two texts as one, as a model that scores pairs expects them, and how many belong to the first text.
+
+        Raises BadRequest for invalid Unicode.
+        """
+        for text in (first, second):
+            check_unicode(text, param)
+        return self._encode_pair(first, second)
+
+    def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        raise ModelError(f"a {type(self).__name__} cannot encode pairs of texts")
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True, *, continues: bool = False) -> str:
         """The text of ids. continues: they go on from other text, so a leading space belongs to it (see `stream`)."""
-        skipped = self.special_ids if skip_special_tokens else _NOTHING
+        skipped = self.special_ids if skip_special_tokens else NOTHING
         return decode(ids, self.token_bytes, skipped, self.strips_first_space and not continues)
 
-    def stream(
-        self, skip_special_tokens: bool = True, *, continues: bool = False, keep: frozenset[int] = _NOTHING
-    ) -> TextStream:
+    def stream(self, skip_special_tokens: bool = True, *, continues: bool = False, keep: frozenset[int] = NOTHING) -> Stream:
         """The text of ids as they come; equals `decode` with the same arguments.
 
         An answer continues its prompt: `continues=True` keeps the space of a first token such as "▁Paris", which a text of
-        its own would not have. It matters for SentencePiece vocabularies only; no prompt ids are needed either way.
+        its own would not have. No prompt ids are needed either way.
         keep: special tokens whose names are part of the text.
         """
-        skipped = self.special_ids - keep if skip_special_tokens else _NOTHING
+        skipped = self.special_ids - keep if skip_special_tokens else NOTHING
         return TextStream(self.token_bytes, skipped, self.strips_first_space and not continues)
 
     def token_text(self, id: int) -> str:
@@ -87,6 +93,14 @@ class Tokenizer(ABC):
                 f"messages: the chat template makes {len(text)} characters of them; at most {max_chars} can fit", "messages"
             )
         return self.encode(text, add_special_tokens=False, param="messages")
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raises BadRequest for half a surrogate pair, which JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BadRequest(f"character {e.start} is half a surrogate pair; a text must be valid Unicode", param=param) from None
 
 
 def load_tokenizer(

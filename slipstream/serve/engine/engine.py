@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.errors import Overloaded
 from slipstream.log.request import Request, TokenLogprobs
@@ -72,6 +72,8 @@ class Engine:
     incarnation of a leader whose link has ended without a message from the supervisor. The supervisor then sends another link.
     """
 
+    inward: Any = ToFront  # the messages of the process at the other end
+
     def __init__(self, on_load=None):
         self.limits: RequestLimits | None = None
         self.load: Load | None = None
@@ -106,7 +108,7 @@ class Engine:
         if self._link is not None:
             self._lose(self._link, "another process has taken the model over")
         holder: list[Link] = []
-        link = await Link.open(sock, lambda ms: self._receive(ms, holder), lambda why: self._broke(holder[0], why))
+        link = await Link.open(sock, lambda ms: self._receive(ms, holder), lambda why: self._broke(holder[0], why), self.inward)
         holder.append(link)
         self._link = link
         self._failed, self._fresh = False, message.incarnation != self.incarnation

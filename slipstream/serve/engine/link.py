@@ -5,10 +5,10 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
-from slipstream.process.protocol import ToFront, ToLeader
 from slipstream.system.framing import BadFrame, Frames, frame
 
 MAX_UNSENT_BYTES = 256 << 20  # bytes
@@ -18,23 +18,24 @@ TURN_SECONDS = 0.005  # for messages in one turn of the loop; the clients' socke
 class Link(asyncio.Protocol):
     """One connection to a leader. `on_messages` gets the messages of one turn of the loop; `on_lost` is called once."""
 
-    def __init__(self, on_messages: Callable[[Iterable[ToFront]], None], on_lost: Callable[[str], None]):
+    def __init__(self, on_messages: Callable[[Iterable[Any]], None], on_lost: Callable[[str], None], inward: Any):
         self._on_messages = on_messages
         self._on_lost = on_lost
-        self._decode = msgspec.msgpack.Decoder(ToFront).decode
+        self._decode = msgspec.msgpack.Decoder(inward).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._frames = Frames()
-        self._waiting: deque[ToFront] = deque()
+        self._waiting: deque[Any] = deque()
         self._transport: asyncio.Transport | None = None
         self._why = "the model's process closed the connection"
 
     @classmethod
     async def open(
-        cls, sock: socket.socket, on_messages: Callable[[Iterable[ToFront]], None], on_lost: Callable[[str], None]
+        cls, sock: socket.socket, on_messages: Callable[[Iterable[Any]], None], on_lost: Callable[[str], None], inward: Any
     ) -> "Link":
+        """`inward`: the union of messages that arrive."""
         sock.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, link = await loop.create_connection(lambda: cls(on_messages, on_lost), sock=sock)
+        _, link = await loop.create_connection(lambda: cls(on_messages, on_lost, inward), sock=sock)
         return link
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -65,7 +66,7 @@ class Link(asyncio.Protocol):
         else:
             self._transport.resume_reading()
 
-    def _turn(self) -> Iterator[ToFront]:
+    def _turn(self) -> Iterator[Any]:
         end = time.monotonic() + TURN_SECONDS
         while self._waiting:
             yield self._waiting.popleft()
@@ -77,7 +78,7 @@ class Link(asyncio.Protocol):
         """Whether the leader has stopped reading, so that nothing more should be queued."""
         return self._transport is None or self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES
 
-    def send(self, message: ToLeader) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         if self._transport is not None:
             self._transport.write(frame(self._encode(message)))
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 import msgspec
 
 from slipstream.errors import BadRequest, EngineDown, Overloaded
-from slipstream.grammar.matcher import Bound, Vocabulary
+from slipstream.grammar.matcher import NO_TEXTS, Bound, Vocabulary
 from slipstream.grammar.worker import Setup
 from slipstream.serve.text.structured import Structure
 from slipstream.system.limited_process import LimitedProcess, Lost, Overrun, Pool
@@ -44,6 +44,8 @@ class GrammarCheck:
 
         Raises EngineDown where the process that tried it was stopped from outside, which says nothing about the grammar.
         """
+        if not self._tokenizer.spells:
+            raise BadRequest(f"{wanted.param}: {NO_TEXTS}", wanted.param)
         key = hashlib.blake2b(wanted.text.encode(), digest_size=16).digest()
         verdict = self._verdicts.get(key)
         if verdict is None:

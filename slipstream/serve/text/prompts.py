@@ -63,7 +63,7 @@ def completion_prompts(
     body: CompletionBody, plan: GenerationParams, tokenizer: Tokenizer, limits: RequestLimits
 ) -> list[Prompt]:
     """The prompts of one HTTP request. Raises BadRequest (prompt, n) for too many, and as `all_prompts` does."""
-    count = len(_items(body.prompt))
+    count = len(items_of(body.prompt, "prompt"))
     if count > MAX_PROMPTS:
         raise BadRequest(f"prompt: at most {MAX_PROMPTS} prompts in one request, not {count}", "prompt")
     if count * plan.n > MAX_PROMPTS + MAX_CHOICES:
@@ -73,7 +73,7 @@ def completion_prompts(
 
 def all_prompts(body: CompletionBody, plan: GenerationParams, tokenizer: Tokenizer, limits: RequestLimits) -> list[Prompt]:
     """Raises BadRequest (prompt, max_tokens, min_tokens) unless every prompt fits."""
-    items = _items(body.prompt)
+    items = items_of(body.prompt, "prompt")
     out = []
     for i, item in enumerate(items):
         name = "prompt" if isinstance(body.prompt, str) or len(items) == 1 else f"prompt[{i}]"
@@ -89,25 +89,29 @@ def all_prompts(body: CompletionBody, plan: GenerationParams, tokenizer: Tokeniz
     return out
 
 
-def _items(prompt: str | list) -> list[str] | list[list[int]]:
-    """The four forms of `prompt`, as a list of texts or of id lists."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(p) for p in prompt}
+def items_of(given: str | list, param: str) -> list[str] | list[list[int]]:
+    """The four forms of a field, as a list of texts or of id lists."""
+    if isinstance(given, str):
+        return [given]
+    kinds = {type(each) for each in given}
     if kinds == {int}:
-        return [prompt]
+        return [given]
     if kinds in ({str}, {list}):
-        return prompt
-    raise BadRequest("prompt: expected a text, a list of texts, a list of token ids, or a list of lists of token ids", "prompt")
+        return given
+    raise BadRequest(f"{param}: expected a text, a list of texts, a list of token ids, or a list of lists of token ids", param)
 
 
 def encode(text: str, tokenizer: Tokenizer, limits: RequestLimits | None, special: bool, name: str) -> list[int]:
+    check_text(text, limits, name)
+    return tokenizer.encode(text, add_special_tokens=special, param=name.partition("[")[0])
+
+
+def check_text(text: str, limits: RequestLimits | None, name: str) -> None:
     """Raises BadRequest for an empty text, and for one that cannot fit, before it is tokenized."""
     if not text:
         raise BadRequest(f"{name}: must not be empty", name.partition("[")[0])
     if limits is not None and len(text) > limits.max_len * LONGEST_TOKEN_CHARS:
         raise BadRequest(f"{name}: must fit in the model's {limits.max_len} tokens; it is longer", name.partition("[")[0])
-    return tokenizer.encode(text, add_special_tokens=special)
 
 
 def _fit(

@@ -1,0 +1,1 @@
+"""Embeddings, scores and reranking: their bodies, and their way to an encoder's process."""
