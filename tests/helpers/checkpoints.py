@@ -46,6 +46,11 @@ def tiny_qwen3(**overrides) -> pathlib.Path:
     return _folder("qwen3", json.dumps({**base, "head_dim": 32, **overrides}, sort_keys=True))
 
 
+def tiny(family: str, **fields) -> pathlib.Path:
+    """A small model of any of transformers' decoder families, by the fields of its config."""
+    return _folder(family, json.dumps(fields, sort_keys=True))
+
+
 @functools.cache
 def _folder(family: str, arguments: str) -> pathlib.Path:
     import torch
