@@ -22,7 +22,7 @@ ARCHITECTURES: dict[str, Build] = {
 
 
 def own_class(config: dict, impl: str = "auto") -> Build | None:
-    """The class of this house that builds a config's architecture, or None where transformers' code runs it (--model-impl).
+    """The class here that builds a config's architecture, or None where transformers' code runs it (--model-impl).
 
     Raises ModelError with the known names where `impl` is "slipstream" and there is no class.
     """
@@ -36,7 +36,7 @@ def own_class(config: dict, impl: str = "auto") -> Build | None:
 
 
 def runs_own_code(config: dict, impl: str = "auto") -> bool:
-    """Whether the forward is code of this house."""
+    """Whether the forward is Slipstream's own code."""
     return own_class(config, impl) is not None
 
 
