@@ -71,6 +71,11 @@ class EngineConfig:
     load_format: str = option(
         "auto", "dummy: random weights from config.json alone", choices=("auto", "safetensors", "gguf", "dummy")
     )
+    model_impl: str = option(
+        "auto",
+        "whose code runs the model; auto: Slipstream's where it has the architecture, else that of the transformers library",
+        choices=("auto", "slipstream", "transformers"),
+    )
     max_model_len: int | None = option(
         None, "longest prompt plus answer, in tokens (default: the model's own, bounded by memory)", least=2
     )

@@ -20,6 +20,7 @@ STYLES = {GOOD: "green", POOR: "yellow", BAD: "bold red"}
 EAGER_SHARE = 0.1  # of a server's steps outside captured graphs, from which it is worth a word
 EAGER_ADVICE = {
     "enforce_eager": "start it without --enforce-eager",
+    "model_code": "transformers' code runs this model and waits for the device within a step, so no graph can hold it",
     "step_size": "steps above 2048 tokens launch for 20 to 30 ms: for a small model, --max-num-batched-tokens 2048",
     "prompt_logprobs": "requests ask for log probabilities of their prompts (prompt_logprobs, echo with logprobs)",
     "sampling": "requests ask for top_k, top_p, min_p, penalties, biases, bad words or logprobs: 1.5 ms of host time a step",

@@ -6,7 +6,7 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
-        help="a name (smollm2-135m, gemma3-270m, whisper-tiny.en, all-minilm-l6-v2), a Hugging Face id, voice, or a placement's .yaml",
+        help="a name (smollm2-135m, gemma3-270m, whisper-tiny.en, all-minilm-l6-v2), a Hugging Face id, voice, or a .yaml file",
     )
     parser.add_argument("--verify", action="store_true", help="check the cached files against their hashes")
 

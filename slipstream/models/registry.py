@@ -1,5 +1,6 @@
 """The classes that build the architectures of Hugging Face configs."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,30 +27,55 @@ ARCHITECTURES: dict[str, Build] = {
 }
 
 
-def architecture(config: dict) -> Build:
-    """The class for config["architectures"]; raises ModelError with the known names where there is none."""
+def own_class(config: dict, impl: str = "auto") -> Build | None:
+    """The class here that builds a config's architecture, or None where transformers' code runs it (--model-impl).
+
+    Raises ModelError with the known names where `impl` is "slipstream" and there is no class.
+    """
     names = config.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
-    what = f"architecture {', '.join(names)} is" if names else "config.json names no architecture; it is"
-    raise ModelError(f"{what} not supported; known: {', '.join(sorted(ARCHITECTURES))}")
+    own = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if own is None and impl == "slipstream":
+        what = f"architecture {', '.join(names)} is" if names else "config.json names no architecture; it is"
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ModelError(f"{what} not supported by --model-impl slipstream (known: {known}); --model-impl auto may run it")
+    return None if impl == "transformers" else own
 
 
-def build(checkpoint: Any, ops: Ops, max_len: int | None = None) -> Decoder:
-    """Builds this rank's part of the checkpoint's model.
+def runs_own_code(config: dict, impl: str = "auto") -> bool:
+    """Whether the forward is Slipstream's own code."""
+    return own_class(config, impl) is not None
+
+
+def build(checkpoint: Any, ops: Ops, max_len: int | None = None, impl: str = "auto") -> Decoder:
+    """Builds this rank's part of the checkpoint's model. Rank 0 says on standard error whose code runs it.
 
     Raises ModelError naming the file where a setting is not known, a tensor is missing or of another size, or anything is left
-    that the model did not read. Rank 0 reads a part of every tensor, so it looks for tensors that are left.
+    that the model did not read.
     """
-    config = ReadConfig(checkpoint.config)
+    own = own_class(checkpoint.config, impl)
     try:
-        model = architecture(config)(config, checkpoint, ops, max_len)
-        refuse_unread_keys(config, checkpoint.architecture)
-        if ops.shard.rank == 0:
-            refuse_unread_tensors(checkpoint.unread(), getattr(model, "unused_weights", ()))
+        if own is not None:
+            model, said = _build_own(own, checkpoint, ops, max_len), "Slipstream's own code"
+        else:
+            from slipstream.models.foreign.decoder import TransformersDecoder  # transformers' models take a second to import
+
+            model = TransformersDecoder(checkpoint.config, checkpoint, ops, max_len)
+            said = model.describe()
     except ModelError as e:
         if str(checkpoint.path) in str(e):
             raise
         raise ModelError(f"{checkpoint.path}: {e}") from None
+    if ops.shard.rank == 0:
+        name = checkpoint.architecture or checkpoint.config.get("model_type")
+        print(f"slipstream: {name} runs by {said}", file=sys.stderr, flush=True)
+    return model
+
+
+def _build_own(own: Build, checkpoint: Any, ops: Ops, max_len: int | None) -> Decoder:
+    """Rank 0 reads a part of every tensor, so it looks for tensors that are left."""
+    config = ReadConfig(checkpoint.config)
+    model = own(config, checkpoint, ops, max_len)
+    refuse_unread_keys(config, checkpoint.architecture)
+    if ops.shard.rank == 0:
+        refuse_unread_tensors(checkpoint.unread(), getattr(model, "unused_weights", ()))
     return model

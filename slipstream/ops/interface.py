@@ -2,8 +2,8 @@
 
 `ops/cpu/ops.py` is the PyTorch implementation, for the CPU and as the reference of all others. A CUDA namespace with the same
 methods replaces it without a change in any model. A model never sees page tables, lengths or streams: it passes its `step` to
-every operation. All collectives of a forward are inside `embed` and `reduce_add_norm`. So the collectives that run, and their
-shapes, depend only on the step's padded token count.
+every operation. All collectives of a forward are inside `embed`, `reduce_add_norm` and `all_reduce`. So the collectives that
+run, and their shapes, depend only on the step's padded token count.
 """
 
 from dataclasses import dataclass
@@ -128,6 +128,10 @@ class Ops(Protocol):
         x is [T, this rank's columns], possibly [T, 0]. The result lies where the device's `reduce_add_norm` reads it, until the
         second `partial` after this one.
         """
+        ...
+
+    def all_reduce(self, x: Tensor, step: Any) -> Tensor:
+        """The sum of x [T, any width] over the ranks, for models whose own code adds the residual; may overwrite x."""
         ...
 
     def reduce_add_norm(

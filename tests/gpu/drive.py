@@ -228,7 +228,12 @@ def compare(name: str, a, b) -> bool:
 
 def check(gpus: int) -> None:
     llama = TINY | {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 80}
-    for label, model in (("qwen3 9/3 heads of 64", TINY), ("llama 8/2 heads of 80", llama)):
+    phi3 = TINY | {
+        "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 32, "pad_token_id": 0, "eos_token_id": 3,
+    }  # fmt: skip
+    labels = {"qwen3 9/3 heads of 64": TINY, "llama 8/2 heads of 80": llama, "phi3 through transformers": phi3}
+    for label, model in labels.items():
         path = write_config(model)
         cpu = spread(1, story, "cpu", path, "float32", False)
         for size in range(1, gpus + 1):

@@ -62,6 +62,11 @@ def tiny_gemma3(**overrides) -> pathlib.Path:
     return _folder("gemma3_text", json.dumps({**base, **overrides}, sort_keys=True))
 
 
+def tiny(family: str, **fields) -> pathlib.Path:
+    """A small model of any of transformers' decoder families, by the fields of its config."""
+    return _folder(family, json.dumps(fields, sort_keys=True))
+
+
 @functools.cache
 def _folder(family: str, arguments: str) -> pathlib.Path:
     import torch

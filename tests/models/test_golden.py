@@ -149,4 +149,4 @@ class Config:
 )
 def test_what_is_not_supported_is_refused_by_name(fields, said):
     with pytest.raises(ModelError, match=said):
-        build(Config(**fields), PlainOps(torch.float32))
+        build(Config(**fields), PlainOps(torch.float32), None, "slipstream")

@@ -58,7 +58,7 @@ class CpuExecutor:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
         self._thread.start()
-        self.model = self._call(lambda: build(checkpoint, self.ops, config.max_model_len))
+        self.model = self._call(lambda: build(checkpoint, self.ops, config.max_model_len, config.model_impl))
         if config.max_model_len and config.max_model_len > self.model.max_len:
             raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
         self.sampler = Sampler(collective, self.model.vocab)

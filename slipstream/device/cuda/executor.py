@@ -7,6 +7,7 @@ and return. Between plan and settle no call waits for the device, reads from it,
 import collections
 import itertools
 import os
+import sys
 import tempfile
 import time
 from typing import Any, cast
@@ -28,7 +29,7 @@ from slipstream.device.state import SlotState
 from slipstream.errors import ConfigError
 from slipstream.log.caches import Limits, TableLimits, window_of
 from slipstream.log.request import Request
-from slipstream.models.registry import build
+from slipstream.models.registry import build, runs_own_code
 from slipstream.ops import sampler
 from slipstream.ops.collective import SharedMemory
 from slipstream.ops.cuda.ops import CudaOps, CudaStep, DecodeScratch, Tiles, check_attention
@@ -104,7 +105,7 @@ class CudaExecutor:
         self.ops = CudaOps(resolve_dtype(config.dtype), device, shard, self.symmetric)
         self.cache_dtype = cache_dtype(config.kv_cache_dtype, self.ops.dtype)
         before = torch.cuda.memory_allocated(device)
-        self.model = build(OnDevice(checkpoint, device), cast(Ops, self.ops), config.max_model_len)
+        self.model = build(OnDevice(checkpoint, device), cast(Ops, self.ops), config.max_model_len, config.model_impl)
         self.weight_bytes = torch.cuda.memory_allocated(device) - before
         if config.max_model_len and config.max_model_len > self.model.max_len:
             raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
@@ -115,6 +116,8 @@ class CudaExecutor:
             part = -(-self.model.vocab // shard.size)
             self.symmetric.allocate(self._most, self.model.hidden, self.ops.dtype, config.max_num_seqs * WIDTH, part)
         self.copy_seconds = 0.0
+        self._model_config: dict = checkpoint.config
+        self._uncaptured = False  # whether no graph could be captured
         self.eager_steps: dict[str, int] = dict.fromkeys(graphs.EAGER_REASONS, 0)
         self._look, self._barriers, self._looked_at = torch.cuda.Stream(device), pinned(1), 0.0
         self._flying: collections.deque[LaunchBuffers] = collections.deque()
@@ -158,9 +161,7 @@ class CudaExecutor:
         if limits.tables:  # else the first request waits while this kernel is compiled
             self.tables.write_pages(np.array([[0, self.nobody, 0, 0]], np.int32), self._free[0].buffers)
         torch.cuda.synchronize(self.device)
-        self._graphs.capture("tokens", self._token_buckets, self._forward_mixed)
-        self._graphs.capture("decode", self._decode_buckets, self._forward_decode)
-        self._graphs.capture("sample", self._decode_buckets, self._head_and_sample)
+        self._capture()
         torch.cuda.synchronize(self.device)
         self._steps = int(self.counter.item())
         if self.symmetric.fault.item():
@@ -169,6 +170,26 @@ class CudaExecutor:
             HostPages(t.host_pages, self._arrays(t.window), self.device) for t in limits.tables
         ]  # fmt: skip
         self.copy_seconds = sum(host.seconds() for host in self._host)
+
+    def _capture(self) -> None:
+        """Captures all graphs. Code that is not ours may wait for the device, which no graph can hold: it then runs without."""
+        work = (
+            ("tokens", self._token_buckets, self._forward_mixed),
+            ("decode", self._decode_buckets, self._forward_decode),
+            ("sample", self._decode_buckets, self._head_and_sample),
+        )
+        try:
+            for kind, sizes, function in work:
+                self._graphs.capture(kind, sizes, function)
+        except ConfigError as e:
+            if runs_own_code(self._model_config, self.config.model_impl):
+                raise
+            if self.shard.rank == 0:
+                print(f"slipstream: the model's steps run without graphs, which is slow at few rows: {e}", file=sys.stderr)
+            self._uncaptured = True
+            self._graphs = Graphs(self.stream, eager=True)
+            for kind, sizes, function in work:
+                self._graphs.capture(kind, sizes, function)
 
     def _arrays(self, window: int) -> list[Tensor]:
         """All arrays of the page table with this rule."""
@@ -295,6 +316,7 @@ class CudaExecutor:
         flight.ended = next(self._ends)
         flight.started.record(self.stream)
         self.eager_steps[graphs.ENFORCED] += self.config.enforce_eager
+        self.eager_steps[graphs.FOREIGN] += self._uncaptured
         self.tables.write_pages(batch.pages, flight.buffers)
         rows = len(batch.slots)
         if batch.decodes == rows:

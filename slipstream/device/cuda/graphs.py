@@ -11,8 +11,9 @@ from slipstream.schedule.budget import sizes
 
 MAX_CAPTURED_TOKENS = 2048  # tokens of a mixed step up to which steps are captured
 # why a step, or its sampling, runs outside captured graphs
-ENFORCED, LARGE, PROMPT_LOGPROBS, SAMPLING, GRAMMAR = "enforce_eager", "step_size", "prompt_logprobs", "sampling", "grammar"
-EAGER_REASONS = (ENFORCED, LARGE, PROMPT_LOGPROBS, SAMPLING, GRAMMAR)
+ENFORCED, FOREIGN, LARGE = "enforce_eager", "model_code", "step_size"
+PROMPT_LOGPROBS, SAMPLING, GRAMMAR = "prompt_logprobs", "sampling", "grammar"
+EAGER_REASONS = (ENFORCED, FOREIGN, LARGE, PROMPT_LOGPROBS, SAMPLING, GRAMMAR)
 
 
 def decode_buckets(most: int) -> list[int]:

@@ -164,6 +164,9 @@ class PlainOps:
     def partial(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         return self.linear(x, weight, step)
 
+    def all_reduce(self, x: Tensor, step: Step) -> Tensor:
+        return self.collective.all_reduce_sum(x.contiguous())
+
     def reduce_add_norm(
         self, partial: Tensor, residual: Tensor, norm: Norm, step: Step, post_norm: Norm | None = None
     ) -> tuple[Tensor, Tensor]:

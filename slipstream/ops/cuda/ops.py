@@ -299,6 +299,22 @@ class CudaOps:
         region, step.turn = self.symmetric.sums[step.turn], 1 - step.turn
         return weight.apply(x, region.local[: x.shape[0]])
 
+    def all_reduce(self, x: Tensor, step: CudaStep) -> Tensor:
+        """Through the buffers that `partial` uses, in pieces of their width.
+
+        A forward may have an odd count of these sums: `embed` sums before those of the next one, so all ranks have read them.
+        """
+        if self.shard.size == 1:
+            return x
+        rows, pieces = x.shape[0], []
+        for piece in x.split(self.symmetric.sums[0].local.shape[1], 1):
+            region, step.turn = self.symmetric.sums[step.turn], 1 - step.turn
+            region.local.view(-1)[: piece.numel()].view(rows, -1).copy_(piece)
+            out = torch.empty((rows, piece.shape[1]), dtype=self.dtype, device=self.device)
+            self._sum(region, out, None, out)
+            pieces.append(out)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
     def reduce_add_norm(self, partial: Tensor, residual: Tensor, norm: Norm, step: Step) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(residual)
         if self.shard.size == 1:
