@@ -1,0 +1,79 @@
+# pyright: basic, reportMissingImports=false, reportInvalidTypeForm=false, reportAttributeAccessIssue=false, reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false, reportOperatorIssue=false
+"""The causal convolution in front of a recurrent state: a few columns of the past are kept by slot.
+
+Token t of a row reads the tokens before it from the step while they are the row's, and from its slot's columns before these.
+"""
+
+from torch import Tensor
+
+from slipstream.ops.cuda.launch import cdiv, jit, tl
+
+BLOCK = 512  # channels of a program
+
+
+@jit
+def conv_kernel(
+    x, slots, decodes, weight, bias, state, out, stride, state_stride,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BIAS: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """out[t] = silu(sum of weight[:, KERNEL - 1 - j] * the input j tokens before t). Decode rows move their columns on as well.
+
+    x rows are `stride` apart; state [*, CHANNELS, KERNEL - 1], the oldest column first, whose slots are `state_stride` apart.
+    """
+    t, c = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
+    inside = c < CHANNELS
+    slot = tl.load(slots + t)
+    at = state + slot.to(tl.int64) * state_stride + c * (KERNEL - 1)
+    new = tl.load(x + t.to(tl.int64) * stride + c, mask=inside, other=0.0)
+    total = new.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + c, mask=inside, other=0.0)
+    decode = t < tl.load(decodes)
+    next = new  # of the input j: what takes the place of its column
+    behind = 0  # tokens of this row before t in the step, as far as they were looked for
+    for j in tl.static_range(1, KERNEL):
+        same = (t >= j) & (behind == j - 1)
+        same = same & (tl.load(slots + t - j, mask=same, other=-1) == slot)
+        behind += same.to(tl.int32)
+        here = tl.load(x + (t - j).to(tl.int64) * stride + c, mask=inside & same, other=0.0)
+        kept = tl.load(at + KERNEL - 1 - j + behind, mask=inside & (j > behind), other=0.0)
+        old = here + kept  # one of them is zero
+        total += old.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1 - j, mask=inside, other=0.0)
+        tl.store(at + KERNEL - 1 - j, next, mask=inside & decode)
+        next = old
+    tl.store(out + t.to(tl.int64) * CHANNELS + c, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def conv_save_kernel(
+    x, rows, count, state, stride, state_stride, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """The columns of prompt rows after their tokens; rows int32 [*, 4] of (slot, first token, tokens, first chunk)."""
+    row, c = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
+    if row >= tl.load(count):
+        return
+    inside = c < CHANNELS
+    slot, first, tokens = tl.load(rows + row * 4), tl.load(rows + row * 4 + 1), tl.load(rows + row * 4 + 2)
+    at = state + slot.to(tl.int64) * state_stride + c * (KERNEL - 1)
+    for i in tl.static_range(KERNEL - 1):  # an old column is read before the store that takes its place: i grows
+        token = tokens - (KERNEL - 1) + i
+        here = tl.load(x + (first + token).to(tl.int64) * stride + c, mask=inside & (token >= 0), other=0.0)
+        kept = tl.load(at + KERNEL - 1 + token, mask=inside & (token < 0), other=0.0)
+        tl.store(at + i, here + kept, mask=inside)
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, step) -> Tensor:
+    """x [T, at least channels] to silu of the convolution [T, channels]; moves the slots' columns past the step's tokens."""
+    channels, kernel = weight.shape
+    out = x.new_empty((x.shape[0], channels))
+    blocks = cdiv(channels, BLOCK)
+    conv_kernel[(x.shape[0], blocks)](
+        x, step.slots, step.decodes, weight, weight if bias is None else bias, state, out, x.stride(0), state.stride(0),
+        CHANNELS=channels, KERNEL=kernel, BIAS=bias is not None, B=BLOCK, num_warps=4,
+    )  # fmt: skip
+    if step.prompts:
+        conv_save_kernel[(step.rows.shape[0], blocks)](
+            x, step.rows, step.row_counts, state, x.stride(0), state.stride(0), CHANNELS=channels, KERNEL=kernel, B=BLOCK,
+            num_warps=4,
+        )  # fmt: skip
+    return out
