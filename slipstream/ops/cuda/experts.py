@@ -352,7 +352,7 @@ def experts(
     x: Tensor, logits: Tensor, spec: Experts, shared: Tensor | None, shared_gate: Tensor | None, out: Tensor, step: Any,
     precision: str,
 ) -> Tensor:  # fmt: skip
-    """Writes [T, hidden] to `out`. logits float32 [T, experts] are overwritten; `shared` [T, hidden] is added, by its gate [T, 1]."""
+    """Writes [T, hidden] to `out`. logits float32 [T, experts] are overwritten; `shared` [T, hidden] is added by its gate."""
     tiling = route(logits, spec.routing, step)
     gated = spec.gate_up.data.shape[1] == 2 * spec.down.data.shape[2]
     inner = grouped(x, spec.gate_up, tiling, spec.gate, gated, True, precision)
