@@ -134,7 +134,7 @@ def decode_kernel(
         at = ((page * HEADS + head) * PAGE_SIZE + offs % PAGE_SIZE) * D
         k = tl.load(keys + at[:, None] + d[None, :], mask=valid[:, None] & inside[None, :], other=0.0).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if SOFTCAP:
+        if SOFTCAP > 0:
             s = cap(s, SOFTCAP)
         s = tl.where(valid[None, :], s, -float("inf"))
         top = tl.maximum(best, tl.max(s, 1))
@@ -182,7 +182,7 @@ def _attend(
         else:
             k = tl.load(keys + at[:, None] + d[None, :])
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
-        if SOFTCAP:
+        if SOFTCAP > 0:
             s = cap(s * scale, SOFTCAP) / scale
         if MASKED:
             s = tl.where(offs[None, :] <= limit[:, None], s, -float("inf"))

@@ -35,18 +35,18 @@ def latent_write_kernel(
     cos, sin = tl.load(turn, mask=inside, other=0.0), tl.load(turn + R // 2, mask=inside, other=0.0)
     DTYPE: tl.constexpr = queries.dtype.element_ty
     if head == H:
-        at = kv + token * kv_stride
+        own = kv + token * kv_stride
         slot = tl.load(slots + token).to(tl.int64)
         page = tl.load(tables + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
-        into = cache + (page * PAGE_SIZE + position % PAGE_SIZE) * (L + R)
+        place = cache + (page * PAGE_SIZE + position % PAGE_SIZE) * (L + R)
         v = tl.arange(0, LP)
-        latent = tl.load(at + v, mask=v < L, other=0.0).to(tl.float32)
+        latent = tl.load(own + v, mask=v < L, other=0.0).to(tl.float32)
         w = tl.load(norm + v, mask=v < L, other=0.0).to(tl.float32)
-        tl.store(into + v, norm_row(latent, w, eps, L, DTYPE).to(cache.dtype.element_ty), mask=v < L)
-        low = tl.load(at + L + r, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(at + L + R // 2 + r, mask=inside, other=0.0).to(tl.float32)
-        tl.store(into + L + r, (low * cos - high * sin).to(DTYPE).to(cache.dtype.element_ty), mask=inside)
-        tl.store(into + L + R // 2 + r, (high * cos + low * sin).to(DTYPE).to(cache.dtype.element_ty), mask=inside)
+        tl.store(place + v, norm_row(latent, w, eps, L, DTYPE).to(cache.dtype.element_ty), mask=v < L)
+        k_low = tl.load(own + L + r, mask=inside, other=0.0).to(tl.float32)
+        k_high = tl.load(own + L + R // 2 + r, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place + L + r, (k_low * cos - k_high * sin).to(DTYPE).to(cache.dtype.element_ty), mask=inside)
+        tl.store(place + L + R // 2 + r, (k_high * cos + k_low * sin).to(DTYPE).to(cache.dtype.element_ty), mask=inside)
     else:
         at = q + token * q_stride + head * (NOPE + R) + NOPE + r
         low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
