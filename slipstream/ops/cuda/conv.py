@@ -8,40 +8,42 @@ from torch import Tensor
 
 from slipstream.ops.cuda.launch import cdiv, jit, tl
 
-BLOCK = 512  # channels of a program
+BLOCK = 256  # channels of a program
+TOKENS = 16  # of a program, where there are many
 
 
 @jit
 def conv_kernel(
-    x, slots, decodes, weight, bias, state, out, stride, state_stride,
-    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BIAS: tl.constexpr, B: tl.constexpr,
+    x, slots, decodes, weight, bias, state, out, tokens, stride, state_stride,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """out[t] = silu(sum of weight[:, KERNEL - 1 - j] * the input j tokens before t). Decode rows move their columns on as well.
 
     x rows are `stride` apart; state [*, CHANNELS, KERNEL - 1], the oldest column first, whose slots are `state_stride` apart.
     """
-    t, c = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
-    inside = c < CHANNELS
-    slot = tl.load(slots + t)
-    at = state + slot.to(tl.int64) * state_stride + c * (KERNEL - 1)
-    new = tl.load(x + t.to(tl.int64) * stride + c, mask=inside, other=0.0)
-    total = new.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1, mask=inside, other=0.0)
+    t, c = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1) * B + tl.arange(0, B)
+    live, inside = t < tokens, (c < CHANNELS)[None, :]
+    slot = tl.load(slots + t, mask=live, other=-1)
+    keep = live[:, None] & inside
+    at = state + tl.maximum(slot, 0).to(tl.int64)[:, None] * state_stride + c[None, :] * (KERNEL - 1)
+    x_at = x + t.to(tl.int64)[:, None] * stride + c[None, :]
+    next = tl.load(x_at, mask=keep, other=0.0)  # of the input j: what takes the place of its column
+    total = next.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1, mask=c < CHANNELS, other=0.0)[None, :]
     if BIAS:
-        total += tl.load(bias + c, mask=inside, other=0.0)
-    decode = t < tl.load(decodes)
-    next = new  # of the input j: what takes the place of its column
-    behind = 0  # tokens of this row before t in the step, as far as they were looked for
+        total += tl.load(bias + c, mask=c < CHANNELS, other=0.0)[None, :]
+    moves = keep & (t < tl.load(decodes))[:, None]
+    behind = tl.zeros([T], tl.int32)  # tokens of this row before t in the step, as far as they were looked for
     for j in tl.static_range(1, KERNEL):
-        same = (t >= j) & (behind == j - 1)
+        same = live & (t >= j) & (behind == j - 1)
         same = same & (tl.load(slots + t - j, mask=same, other=-1) == slot)
         behind += same.to(tl.int32)
-        here = tl.load(x + (t - j).to(tl.int64) * stride + c, mask=inside & same, other=0.0)
-        kept = tl.load(at + KERNEL - 1 - j + behind, mask=inside & (j > behind), other=0.0)
-        old = here + kept  # one of them is zero
-        total += old.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1 - j, mask=inside, other=0.0)
-        tl.store(at + KERNEL - 1 - j, next, mask=inside & decode)
-        next = old
-    tl.store(out + t.to(tl.int64) * CHANNELS + c, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=inside)
+        here = tl.load(x_at - j * stride, mask=keep & same[:, None], other=0.0)
+        kept = tl.load(at + (KERNEL - 1 - j + behind)[:, None], mask=keep & (j > behind)[:, None], other=0.0)
+        tl.store(at + KERNEL - 1 - j, next, mask=moves)
+        next = here + kept  # one of them is zero
+        total += next.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1 - j, mask=c < CHANNELS, other=0.0)[None, :]
+    into = out + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
+    tl.store(into, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=keep)
 
 
 @jit
@@ -65,15 +67,16 @@ def conv_save_kernel(
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, step) -> Tensor:
     """x [T, at least channels] to silu of the convolution [T, channels]; moves the slots' columns past the step's tokens."""
     channels, kernel = weight.shape
-    out = x.new_empty((x.shape[0], channels))
-    blocks = cdiv(channels, BLOCK)
-    conv_kernel[(x.shape[0], blocks)](
-        x, step.slots, step.decodes, weight, weight if bias is None else bias, state, out, x.stride(0), state.stride(0),
-        CHANNELS=channels, KERNEL=kernel, BIAS=bias is not None, B=BLOCK, num_warps=4,
+    rows = x.shape[0]
+    out = x.new_empty((rows, channels))
+    blocks, t = cdiv(channels, BLOCK), TOKENS if rows > 256 else 1
+    conv_kernel[(cdiv(rows, t), blocks)](
+        x, step.slots, step.decodes, weight, weight if bias is None else bias, state, out, rows, x.stride(0), state.stride(0),
+        CHANNELS=channels, KERNEL=kernel, BIAS=bias is not None, T=t, B=BLOCK, num_warps=4 if t > 1 else 2,
     )  # fmt: skip
     if step.prompts:
         conv_save_kernel[(step.rows.shape[0], blocks)](
             x, step.rows, step.row_counts, state, x.stride(0), state.stride(0), CHANNELS=channels, KERNEL=kernel, B=BLOCK,
-            num_warps=4,
+            num_warps=2,
         )  # fmt: skip
     return out

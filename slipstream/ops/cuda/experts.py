@@ -25,10 +25,22 @@ class ExpertWeight(NamedTuple):
 
 
 @jit
-def _best(score, e, E: tl.constexpr):
-    """The largest score of each row [R, E] and its column, the first where several are as large."""
-    top = tl.max(score, 1)
-    return top, tl.min(tl.where(score == top[:, None], e[None, :], E), 1)
+def _ordered(score, e, E: tl.constexpr):
+    """Scores float32 [R, E] as int64 in the same order, of which the smaller column is the larger where two are equal."""
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (bits.to(tl.int64) << 32) + (E - e)[None, :]
+
+
+@jit
+def _take(left, COUNT: tl.constexpr):
+    """1 where one of the COUNT largest of each row of `left` (`_ordered`) stands."""
+    taken = tl.zeros(left.shape, tl.int32)
+    for _ in tl.static_range(COUNT):
+        here = left == tl.max(left, 1)[:, None]
+        taken = tl.where(here, 1, taken)
+        left = tl.where(here, -(1 << 62), left)
+    return taken
 
 
 @jit
@@ -40,14 +52,7 @@ def _limit_groups(score, e, R: tl.constexpr, E: tl.constexpr, GROUPS: tl.constex
     column = tl.arange(0, size)
     at = tl.min(tl.where(by_group == first[:, None], column[None, :], size), 1)
     second = tl.max(tl.where(column[None, :] == at[:, None], -float("inf"), by_group), 1)
-    worth = tl.reshape(first + second, [R, GROUPS])
-    group = tl.arange(0, GROUPS)
-    taken = tl.zeros([R, GROUPS], tl.int32)
-    for _ in tl.static_range(TOP):
-        best, chosen = _best(worth, group, GROUPS)
-        here = group[None, :] == chosen[:, None]
-        taken = tl.where(here, 1, taken)
-        worth = tl.where(here, -float("inf"), worth)
+    taken = _take(_ordered(tl.reshape(first + second, [R, GROUPS]), tl.arange(0, GROUPS), GROUPS), TOP)
     allowed = tl.reshape(taken, [R * GROUPS, 1]) + tl.zeros([R * GROUPS, size], tl.int32)
     return tl.where(tl.reshape(allowed, [R, E]) > 0, score, -float("inf"))
 
@@ -77,12 +82,7 @@ def _choose(
     choice = tl.where(inside, choice, -float("inf"))
     if GROUPS > 1:
         choice = _limit_groups(choice, e, R, E, GROUPS, TOP_GROUPS)
-    chosen = tl.zeros([R, E], tl.int32)
-    for _ in tl.static_range(TOP):
-        best, column = _best(choice, e, E)
-        here = e[None, :] == column[:, None]
-        chosen = tl.where(here, 1, chosen)
-        choice = tl.where(here, -float("inf"), choice)
+    chosen = _take(_ordered(choice, e, E), TOP)
     if SCORE == "softmax_of_chosen":
         x = tl.where(chosen > 0, x, -float("inf"))
         x = tl.exp(x - tl.max(x, 1)[:, None])
@@ -105,6 +105,23 @@ def _write_choice(
     column = tl.cumsum(chosen, 1) - chosen
     tl.store(places + token * TOP + column, position, mask=mask)
     tl.store(weights + token * TOP + column, weight, mask=mask)
+
+
+@jit(do_not_specialize=["tokens"])
+def router_kernel(
+    x, router, logits, tokens, x_stride,
+    EXPERTS: tl.constexpr, K: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """N logits of M tokens: x [T, K] router [EXPERTS, K]^T in float32."""
+    t, e = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0) * N + tl.arange(0, N)
+    k = tl.arange(0, BK)
+    acc = tl.zeros([M, N], tl.float32)
+    for begin in range(0, K, BK):
+        left = (begin + k < K)[None, :]
+        a = tl.load(x + t[:, None].to(tl.int64) * x_stride + begin + k[None, :], mask=(t < tokens)[:, None] & left, other=0.0)
+        b = tl.load(router + e[:, None] * K + begin + k[None, :], mask=(e < EXPERTS)[:, None] & left, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    tl.store(logits + t[:, None] * EXPERTS + e[None, :], acc, mask=(t < tokens)[:, None] & (e < EXPERTS)[None, :])
 
 
 @jit(do_not_specialize=["count", "nobody"])
@@ -286,6 +303,19 @@ class Tiling(NamedTuple):
     m: int
 
 
+def router_logits(x: Tensor, router: Tensor, precision: str) -> Tensor:
+    """float32 [T, experts]; few tokens by a kernel of many programs, where a library's product has few."""
+    if x.shape[0] > ROWS:
+        return torch.mm(x, router.t(), out_dtype=torch.float32) if x.dtype != torch.float32 else torch.mm(x, router.t())
+    experts, k = router.shape
+    logits = torch.empty((x.shape[0], experts), dtype=torch.float32, device=x.device)
+    router_kernel[(cdiv(experts, 16), cdiv(x.shape[0], 16))](
+        x, router, logits, x.shape[0], x.stride(0), EXPERTS=experts, K=k, M=16, N=16, BK=256 if x.dtype != torch.float32 else 64,
+        PRECISION=precision, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return logits
+
+
 def tile_rows(tokens: int, top_k: int, experts: int) -> int:
     """Rows of a tile: about as many as an expert gets, so that its weights are read once."""
     return min(128, max(16, power(2 * tokens * top_k // experts)))
@@ -317,7 +347,7 @@ def route(logits: Tensor, routing: Routing, step: Any) -> Tiling:
     found = Tiling(rows, places, weights, tiles, total, m)
     if single:
         r = power(tokens)
-        route_kernel[(1,)](*given, *found[:5], M=m, MOST=most, R=r, num_warps=4 if r * e <= 2048 else 8, **options)
+        route_kernel[(1,)](*given, *found[:5], M=m, MOST=most, R=r, num_warps=4 if r * e <= 2048 else 16, **options)
         return found
     r = max(1, 4096 // e)
     programs = cdiv(tokens, r)
@@ -349,11 +379,11 @@ def grouped(x: Tensor, weight: ExpertWeight, tiling: Tiling, kind: str, gated: b
 
 
 def experts(
-    x: Tensor, logits: Tensor, spec: Experts, shared: Tensor | None, shared_gate: Tensor | None, out: Tensor, step: Any,
+    x: Tensor, spec: Experts, shared: Tensor | None, shared_gate: Tensor | None, out: Tensor, step: Any,
     precision: str,
 ) -> Tensor:  # fmt: skip
-    """Writes [T, hidden] to `out`. logits float32 [T, experts] are overwritten; `shared` [T, hidden] is added by its gate."""
-    tiling = route(logits, spec.routing, step)
+    """Writes [T, hidden] to `out`; `shared` [T, hidden] is added, times the sigmoid of its gate [T, 1]."""
+    tiling = route(router_logits(x, spec.routing.router, precision), spec.routing, step)
     gated = spec.gate_up.data.shape[1] == 2 * spec.down.data.shape[2]
     inner = grouped(x, spec.gate_up, tiling, spec.gate, gated, True, precision)
     y = grouped(inner, spec.down, tiling, "", False, False, precision)

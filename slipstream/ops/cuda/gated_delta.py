@@ -6,16 +6,18 @@ arXiv:2412.06464: with A the strictly lower part of beta_i k_i.k_j decay(j..i), 
 (1 + A)^-1 (beta v - beta k decay S), where S is the state before it. Everything but S is computed for all chunks at once.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from slipstream.ops.cuda.conv import causal_conv
-from slipstream.ops.cuda.launch import jit, power, tl
+from slipstream.ops.cuda.launch import cdiv, jit, power, tl
 from slipstream.ops.cuda.prompt_blocks import CHUNK
 from slipstream.ops.layers import GatedDelta
 
 TILE = 16  # tokens of the blocks whose inverses are computed row by row
-VALUES = 32  # columns of the state of one program that goes through the chunks of a row
+VALUES = 32  # columns of the state that one program has
 EPS = 1e-6  # under the root of a query's or key's length
 
 
@@ -25,19 +27,12 @@ def softplus(x):
 
 
 @jit
-def gated_norm(out, z, weight, eps, V: tl.constexpr, DTYPE: tl.constexpr):
-    """RMSNorm of out [.., V] in float32 (zeros beyond V) times weight and silu(z), rounded where the reference rounds."""
-    scale = tl.rsqrt(tl.sum(out * out, 0) / V + eps)
-    return ((out * scale).to(DTYPE).to(tl.float32) * weight).to(DTYPE).to(tl.float32) * (z / (1.0 + tl.exp(-z)))
-
-
-@jit
 def delta_decode_kernel(
-    mixed, x, slots, decodes, rate, dt_bias, norm, state, out, stride, state_stride, eps,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    mixed, x, slots, decodes, rate, dt_bias, state, out, stride, state_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, B: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (decode row, value head): one token through its state [K, V], and the gated norm of the output.
+    """One (decode row, value head, B values): one token through its part of the state [K, V], and the output before its norm.
 
     mixed [T, 2 * keys * K + HEADS * V] comes from the convolution; x rows are `stride` apart and hold gate, b and a behind
     as many channels.
@@ -46,42 +41,51 @@ def delta_decode_kernel(
     if row >= tl.load(decodes):
         return
     CHANNELS: tl.constexpr = 2 * (HEADS // GROUP) * K + HEADS * V
-    k, v = tl.arange(0, KP), tl.arange(0, VP)
+    k, v = tl.arange(0, KP), tl.program_id(2) * B + tl.arange(0, B)
     in_k, in_v = k < K, v < V
     own = mixed + row.to(tl.int64) * CHANNELS
+    slot = tl.load(slots + row).to(tl.int64)
+    at = state + slot * state_stride + (head * K + k[:, None]) * V + v[None, :]
+    both = in_k[:, None] & in_v[None, :]
+    kept = tl.load(at, mask=both, other=0.0)
     query = tl.load(own + head // GROUP * K + k, mask=in_k, other=0.0).to(tl.float32)
     key = tl.load(own + (HEADS // GROUP + head // GROUP) * K + k, mask=in_k, other=0.0).to(tl.float32)
     value = tl.load(own + 2 * (HEADS // GROUP) * K + head * V + v, mask=in_v, other=0.0).to(tl.float32)
     query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * (K**-0.5)
     key *= tl.rsqrt(tl.sum(key * key, 0) + EPS)
-    rest = x + row.to(tl.int64) * stride + CHANNELS
-    beta = tl.load(rest + HEADS * V + head).to(tl.float32)
+    rest = x + row.to(tl.int64) * stride + CHANNELS + HEADS * V
+    beta = tl.load(rest + head).to(tl.float32)
     beta = 1.0 / (1.0 + tl.exp(-beta))
-    a = tl.load(rest + HEADS * V + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
-    decay = tl.exp(-tl.load(rate + head) * softplus(a))
-    slot = tl.load(slots + row).to(tl.int64)
-    at = state + slot * state_stride + (head * K + k[:, None]) * V + v[None, :]
-    both = in_k[:, None] & in_v[None, :]
-    kept = tl.load(at, mask=both, other=0.0) * decay
+    a = tl.load(rest + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
+    kept *= tl.exp(-tl.load(rate + head) * softplus(a))
     change = (value - tl.sum(kept * key[:, None], 0)) * beta
     kept += key[:, None] * change[None, :]
     tl.store(at, kept, mask=both)
     result = tl.sum(kept * query[:, None], 0)
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    z = tl.load(rest + head * V + v, mask=in_v, other=0.0).to(tl.float32)
+    tl.store(out + (row.to(tl.int64) * HEADS + head) * V + v, result.to(out.dtype.element_ty), mask=in_v)
+
+
+@jit
+def gated_norm_kernel(
+    x, decodes, norm, out, stride, eps, CHANNELS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr
+):  # fmt: skip
+    """One (decode row, value head): the gated norm of out [T, heads, V], in place."""
+    token, head, v = tl.program_id(0), tl.program_id(1), tl.arange(0, VP)
+    if token >= tl.load(decodes):
+        return
+    in_v = v < V
+    at = out + (token.to(tl.int64) * tl.num_programs(1) + head) * V + v
+    z = tl.load(x + token.to(tl.int64) * stride + CHANNELS + head * V + v, mask=in_v, other=0.0).to(tl.float32)
     w = tl.load(norm + v, mask=in_v, other=0.0).to(tl.float32)
-    result = gated_norm(result.to(DTYPE).to(tl.float32), z, w, eps, V, DTYPE)
-    tl.store(out + (row.to(tl.int64) * HEADS + head) * V + v, result.to(DTYPE), mask=in_v)
+    value = tl.load(at, mask=in_v, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / V + eps)
+    tl.store(at, gated(value * scale, w, z, out.dtype.element_ty), mask=in_v)
 
 
-@jit(do_not_specialize=["queries"])
-def unit_length_kernel(mixed, queries, scale, CHANNELS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr):
-    """One (token, head) of queries and then keys of mixed [T, CHANNELS], in place: length 1, and queries times `scale`."""
-    head, k = tl.program_id(1), tl.arange(0, KP)
-    at = mixed + tl.program_id(0).to(tl.int64) * CHANNELS + head * K + k
-    a = tl.load(at, mask=k < K, other=0.0).to(tl.float32)
-    a *= tl.rsqrt(tl.sum(a * a, 0) + EPS) * tl.where(head < queries, scale, 1.0)
-    tl.store(at, a.to(mixed.dtype.element_ty), mask=k < K)
+@jit
+def gated(normed, weight, z, DTYPE: tl.constexpr):
+    """Values of unit mean square times weight and silu(z), rounded where the reference rounds."""
+    return ((normed.to(DTYPE).to(tl.float32) * weight).to(DTYPE).to(tl.float32) * (z / (1.0 + tl.exp(-z)))).to(DTYPE)
 
 
 @jit
@@ -148,20 +152,20 @@ def _invert_chunk(system, TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl
 
 @jit
 def delta_prepare_kernel(
-    mixed, x, chunks, counts, rate, dt_bias, decays, systems, scores, keys, values, stride,
+    mixed, x, chunks, counts, rate, dt_bias, factors, systems, scores, keys, values, stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Everything of a (chunk, value head) that does not need the state, which programs take in turns.
 
-    chunks int32 [*, 2] of (first token, tokens); counts int32 [2] of (rows, chunks). By chunk and head: decays float32 [CHUNK],
-    summed logarithms; systems float32 [CHUNK, CHUNK], the inverse of 1 + A; scores [CHUNK, CHUNK], q.k with their decays;
-    keys [CHUNK, K] and values [CHUNK, V]: that inverse times beta k decay and beta v.
+    chunks int32 [*, 2] of (first token, tokens); counts int32 [2] of (rows, chunks). By chunk and head: factors float32
+    [2, CHUNK], what queries that read the state before the chunk and keys that go into the state behind it are multiplied by;
+    systems float32 [CHUNK, CHUNK], the inverse of 1 + A; scores [CHUNK, CHUNK], q.k with their decays; keys [CHUNK, K] and
+    values [CHUNK, V]: that inverse times beta k decay and beta v. Queries and keys count with length 1.
     """
     CHANNELS: tl.constexpr = 2 * (HEADS // GROUP) * K + HEADS * V
     DTYPE: tl.constexpr = mixed.dtype.element_ty
     i, k, v = tl.arange(0, CHUNK), tl.arange(0, KP), tl.arange(0, VP)
-    below = i[:, None] > i[None, :]
     items = tl.load(counts + 1) * HEADS
     for turn in range(tl.cdiv(items - tl.program_id(0), tl.num_programs(0))):
         item = tl.program_id(0) + turn * tl.num_programs(0)
@@ -173,24 +177,30 @@ def delta_prepare_kernel(
         beta = tl.load(rest + head).to(tl.float32)
         beta = tl.where(real, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
         a = tl.load(rest + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
-        decay = tl.cumsum(tl.where(real, -tl.load(rate + head) * softplus(a), 0.0), 0)
+        log_decay = tl.where(real, -tl.load(rate + head) * softplus(a), 0.0)
+        decay = tl.cumsum(log_decay, 0)
         base = item.to(tl.int64)
-        tl.store(decays + base * CHUNK + i, decay)
         own = mixed + token[:, None] * CHANNELS
         keep = real[:, None] & (k < K)[None, :]
-        query = tl.load(own + head // GROUP * K + k[None, :], mask=keep, other=0.0)
-        key = tl.load(own + (HEADS // GROUP + head // GROUP) * K + k[None, :], mask=keep, other=0.0)
+        query = tl.load(own + head // GROUP * K + k[None, :], mask=keep, other=0.0).to(tl.float32)
+        key = tl.load(own + (HEADS // GROUP + head // GROUP) * K + k[None, :], mask=keep, other=0.0).to(tl.float32)
+        unit_q = tl.rsqrt(tl.sum(query * query, 1) + EPS) * (K**-0.5)
+        unit_k = tl.rsqrt(tl.sum(key * key, 1) + EPS)
+        tl.store(factors + base * 2 * CHUNK + i, unit_q * tl.exp(decay))
+        tl.store(factors + base * 2 * CHUNK + CHUNK + i, unit_k * tl.exp(tl.sum(log_decay, 0) - decay))
         between = tl.exp(tl.where(i[:, None] >= i[None, :], decay[:, None] - decay[None, :], -1e30))
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
+        plain = (key * unit_k[:, None]).to(DTYPE)
+        score = tl.dot((query * unit_q[:, None]).to(DTYPE), tl.trans(plain), input_precision=PRECISION) * between
         square = base * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
         tl.store(scores + square, score.to(DTYPE))
-        same = tl.dot(key, tl.trans(key), input_precision=PRECISION) * between * beta[:, None]
-        tl.store(systems + square, tl.where(below, same, 0.0))
+        scaled = (key * (unit_k * beta)[:, None]).to(DTYPE)
+        same = tl.dot(scaled, tl.trans(plain), input_precision=PRECISION) * between
+        tl.store(systems + square, tl.where(i[:, None] > i[None, :], same, 0.0))
         tl.debug_barrier()  # the blocks of this matrix are read by other threads than those that wrote them
         _invert_chunk(systems + base * CHUNK * CHUNK, TILE, CHUNK, PRECISION)
         tl.debug_barrier()
         inverse = tl.load(systems + square).to(DTYPE)
-        scaled = (key.to(tl.float32) * (beta * tl.exp(decay))[:, None]).to(DTYPE)
+        scaled = (key * (unit_k * beta * tl.exp(decay))[:, None]).to(DTYPE)
         at = base * CHUNK * K + i[:, None] * K + k[None, :]
         tl.store(keys + at, tl.dot(inverse, scaled, input_precision=PRECISION).to(DTYPE), mask=(k < K)[None, :])
         in_v = (v < V)[None, :]
@@ -201,14 +211,15 @@ def delta_prepare_kernel(
 
 
 @jit
-def delta_chunks_kernel(
-    mixed, rows, counts, decays, scores, keys, values, state, out, state_stride,
+def delta_states_kernel(
+    mixed, x, rows, counts, rate, dt_bias, factors, keys, values, before, state, stride, state_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, B: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """B columns of the state of a (prompt row, value head) through the row's chunks, and the outputs before their norm.
+    """B columns of the state of a (prompt row, value head) through the row's chunks, which programs take in turns.
 
-    Programs take these in turns; rows int32 [*, 4] of (slot, first token, tokens, first chunk).
+    rows int32 [*, 4] of (slot, first token, tokens, first chunk). By chunk and head: before [K, V] gets the state that the
+    chunk finds, and values [CHUNK, V] become the corrected ones.
     """
     CHANNELS: tl.constexpr = 2 * (HEADS // GROUP) * K + HEADS * V
     DTYPE: tl.constexpr = mixed.dtype.element_ty
@@ -229,80 +240,96 @@ def delta_chunks_kernel(
         for begin in range(0, tokens, CHUNK):
             base = ((chunk + begin // CHUNK) * HEADS + head).to(tl.int64)
             real = i < tokens - begin
-            token = (first + begin + i).to(tl.int64)
-            own = mixed + token[:, None] * CHANNELS + k[None, :]
-            keep = real[:, None] & in_k[None, :]
-            decay = tl.load(decays + base * CHUNK + i)
-            last = tl.load(decays + base * CHUNK + CHUNK - 1)
+            token = (first + begin + tl.where(real, i, 0)).to(tl.int64)
             weight = tl.load(keys + base * CHUNK * K + i[:, None] * K + k[None, :], mask=in_k[None, :], other=0.0)
-            value = tl.load(values + base * CHUNK * V + i[:, None] * V + v[None, :], mask=in_v[None, :], other=0.0)
-            before = kept.to(DTYPE)
-            value = value.to(tl.float32) - tl.dot(weight, before, input_precision=PRECISION)
-            value = value.to(DTYPE)
-            query = tl.load(own + head // GROUP * K, mask=keep, other=0.0).to(tl.float32)
-            query = (query * tl.exp(decay)[:, None]).to(DTYPE)
-            score = tl.load(scores + base * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :])
-            result = tl.dot(query, before, input_precision=PRECISION)
-            result = tl.dot(score, value, result, input_precision=PRECISION)
-            into = out + (token[:, None] * HEADS + head) * V + v[None, :]
-            tl.store(into, result.to(DTYPE), mask=real[:, None] & in_v[None, :])
-            key = tl.load(own + (HEADS // GROUP + head // GROUP) * K, mask=keep, other=0.0).to(tl.float32)
-            key = (key * tl.exp(last - decay)[:, None]).to(DTYPE)
-            kept = tl.dot(tl.trans(key), value, kept * tl.exp(last), input_precision=PRECISION)
+            value_at = values + base * CHUNK * V + i[:, None] * V + v[None, :]
+            value = tl.load(value_at, mask=in_v[None, :], other=0.0)
+            key = tl.load(
+                mixed + token[:, None] * CHANNELS + (HEADS // GROUP + head // GROUP) * K + k[None, :],
+                mask=real[:, None] & in_k[None, :], other=0.0,
+            )  # fmt: skip
+            factor = tl.load(factors + base * 2 * CHUNK + CHUNK + i)
+            a = tl.load(x + token * stride + CHANNELS + HEADS * V + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
+            decay = tl.exp(tl.sum(tl.where(real, -tl.load(rate + head) * softplus(a), 0.0), 0))
+            here = kept.to(DTYPE)
+            tl.store(before + (base * K + k[:, None]) * V + v[None, :], here, mask=both)
+            value = (value.to(tl.float32) - tl.dot(weight, here, input_precision=PRECISION)).to(DTYPE)
+            tl.store(value_at, value, mask=in_v[None, :])
+            key = (key.to(tl.float32) * factor[:, None]).to(DTYPE)
+            kept = tl.dot(tl.trans(key), value, kept * decay, input_precision=PRECISION)
         tl.store(at, kept, mask=both)
 
 
 @jit
-def gated_norm_kernel(x, decodes, norm, out, stride, eps, CHANNELS: tl.constexpr, V: tl.constexpr, VP: tl.constexpr):
-    """One (token, value head) of prompts: the gated norm of out [T, heads, V], in place."""
-    token, head, v = tl.program_id(0), tl.program_id(1), tl.arange(0, VP)
-    if token < tl.load(decodes):
-        return
-    in_v = v < V
-    at = out + (token.to(tl.int64) * tl.num_programs(1) + head) * V + v
-    z = tl.load(x + token.to(tl.int64) * stride + CHANNELS + head * V + v, mask=in_v, other=0.0).to(tl.float32)
-    w = tl.load(norm + v, mask=in_v, other=0.0).to(tl.float32)
-    result = gated_norm(tl.load(at, mask=in_v, other=0.0).to(tl.float32), z, w, eps, V, out.dtype.element_ty)
-    tl.store(at, result.to(out.dtype.element_ty), mask=in_v)
+def delta_outputs_kernel(
+    mixed, x, chunks, counts, norm, factors, scores, values, before, out, stride, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The outputs of a (chunk, value head), with their gated norm, which programs take in turns."""
+    CHANNELS: tl.constexpr = 2 * (HEADS // GROUP) * K + HEADS * V
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, KP), tl.arange(0, VP)
+    in_k, in_v = k < K, v < V
+    items = tl.load(counts + 1) * HEADS
+    for turn in range(tl.cdiv(items - tl.program_id(0), tl.num_programs(0))):
+        item = tl.program_id(0) + turn * tl.num_programs(0)
+        chunk, head = item // HEADS, item % HEADS
+        first, tokens = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
+        real = i < tokens
+        token = (first + tl.where(real, i, 0)).to(tl.int64)
+        base = item.to(tl.int64)
+        query = tl.load(
+            mixed + token[:, None] * CHANNELS + head // GROUP * K + k[None, :], mask=real[:, None] & in_k[None, :], other=0.0
+        )  # fmt: skip
+        query = (query.to(tl.float32) * tl.load(factors + base * 2 * CHUNK + i)[:, None]).to(DTYPE)
+        state = tl.load(before + (base * K + k[:, None]) * V + v[None, :], mask=in_k[:, None] & in_v[None, :], other=0.0)
+        score = tl.load(scores + base * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :])
+        value = tl.load(values + base * CHUNK * V + i[:, None] * V + v[None, :], mask=in_v[None, :], other=0.0)
+        result = tl.dot(query, state, input_precision=PRECISION)
+        result = tl.dot(score, value, result, input_precision=PRECISION).to(DTYPE).to(tl.float32)
+        result *= tl.rsqrt(tl.sum(result * result, 1) / V + eps)[:, None]
+        keep = real[:, None] & in_v[None, :]
+        z = tl.load(x + token[:, None] * stride + CHANNELS + head * V + v[None, :], mask=keep, other=0.0).to(tl.float32)
+        w = tl.load(norm + v, mask=in_v, other=0.0).to(tl.float32)
+        tl.store(out + (token[:, None] * HEADS + head) * V + v[None, :], gated(result, w[None, :], z, DTYPE), mask=keep)
 
 
-def gated_delta(x: Tensor, spec: GatedDelta, step, programs: int, precision: str) -> Tensor:
+def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision: str) -> Tensor:
     """See `Ops.gated_delta`. `programs` is how many programs share the work of prompts."""
     heads, k, v = spec.heads.num_q_heads, spec.key_dim, spec.value_dim
     out = x.new_empty((x.shape[0], heads * v))
     if not heads:
         return out
-    group = heads // spec.heads.num_kv_heads
     columns, state = step.caches[spec.cache]
     mixed = causal_conv(x, spec.conv, None, columns, step)
-    sizes = {"HEADS": heads, "GROUP": group, "K": k, "V": v, "KP": max(16, power(k))}
-    delta_decode_kernel[(step.decode_rows, heads)](
-        mixed, x, step.slots, step.decodes, spec.rate, spec.dt_bias, spec.norm.weight, state, out, x.stride(0),
-        state.stride(0), spec.norm.eps, VP=max(16, power(v)), EPS=EPS, num_warps=8, **sizes,
+    sizes = {"HEADS": heads, "GROUP": heads // spec.heads.num_kv_heads, "K": k, "V": v, "KP": max(16, power(k))}
+    vp, norm = max(16, power(v)), spec.norm
+    delta_decode_kernel[(step.decode_rows, heads, cdiv(v, VALUES))](
+        mixed, x, step.slots, step.decodes, spec.rate, spec.dt_bias, state, out, x.stride(0), state.stride(0), B=VALUES, EPS=EPS,
+        num_warps=4, **sizes,
     )  # fmt: skip
-    if step.prompts:
-        _chunks(x, mixed, state, out, spec, step, programs, precision, sizes)
-    return out
-
-
-def _chunks(x, mixed, state, out, spec, step, programs, precision, sizes) -> None:
-    heads, k, v = sizes["HEADS"], sizes["K"], sizes["V"]
+    gated_norm_kernel[(step.decode_rows, heads)](
+        x, step.decodes, norm.weight, out, x.stride(0), norm.eps, CHANNELS=spec.channels, V=v, VP=vp, num_warps=1
+    )  # fmt: skip
+    if not step.prompts:
+        return out
     items = step.chunks.shape[0] * heads
-    unit_length_kernel[(x.shape[0], 2 * spec.heads.num_kv_heads)](
-        mixed, spec.heads.num_kv_heads, k**-0.5, CHANNELS=spec.channels, K=k, KP=sizes["KP"], EPS=EPS, num_warps=1
-    )  # fmt: skip
-    decays = torch.empty((items, CHUNK), dtype=torch.float32, device=x.device)
+    factors = torch.empty((items, 2, CHUNK), dtype=torch.float32, device=x.device)
     systems = torch.empty((items, CHUNK, CHUNK), dtype=torch.float32, device=x.device)
     scores, keys, values = (x.new_empty((items, CHUNK, n)) for n in (CHUNK, k, v))
+    before = x.new_empty((items, k, v))
+    sizes |= {"CHUNK": CHUNK, "PRECISION": precision}
     delta_prepare_kernel[(4 * programs,)](
-        mixed, x, step.chunks, step.row_counts, spec.rate, spec.dt_bias, decays, systems, scores, keys, values, x.stride(0),
-        VP=max(16, power(v)), CHUNK=CHUNK, TILE=TILE, PRECISION=precision, num_warps=4, num_stages=1, **sizes,
+        mixed, x, step.chunks, step.row_counts, spec.rate, spec.dt_bias, factors, systems, scores, keys, values, x.stride(0),
+        VP=vp, TILE=TILE, EPS=EPS, num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
-    delta_chunks_kernel[(2 * programs,)](
-        mixed, step.rows, step.row_counts, decays, scores, keys, values, state, out, state.stride(0),
-        B=VALUES, CHUNK=CHUNK, PRECISION=precision, num_warps=4, num_stages=2, **sizes,
+    delta_states_kernel[(2 * programs,)](
+        mixed, x, step.rows, step.row_counts, spec.rate, spec.dt_bias, factors, keys, values, before, state, x.stride(0),
+        state.stride(0), B=VALUES, num_warps=4, num_stages=2, **sizes,
     )  # fmt: skip
-    gated_norm_kernel[(x.shape[0], heads)](
-        x, step.decodes, spec.norm.weight, out, x.stride(0), spec.norm.eps, CHANNELS=spec.channels, V=v, VP=max(16, power(v)),
-        num_warps=1,
+    delta_outputs_kernel[(4 * programs,)](
+        mixed, x, step.chunks, step.row_counts, norm.weight, factors, scores, values, before, out, x.stride(0), norm.eps,
+        VP=vp, num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
+    return out

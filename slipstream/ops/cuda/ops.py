@@ -338,8 +338,6 @@ class CudaOps:
         return region.local[:rows]
 
     def experts(self, x: Tensor, spec: Experts, step: CudaStep) -> Tensor:
-        router = spec.routing.router
-        logits = torch.mm(x, router.t(), out_dtype=torch.float32) if x.dtype != torch.float32 else torch.mm(x, router.t())
         shared = gate = None
         if spec.shared is not None:
             up, down = spec.shared
@@ -348,7 +346,7 @@ class CudaOps:
             shared = down.apply(inner)
             gate = None if spec.shared_gate is None else spec.shared_gate.apply(x)
         out = torch.empty_like(x) if self.shard.size == 1 else self._room(x.shape[0], step)
-        return experts(x, logits, spec, shared, gate, out, step, self.precision)
+        return experts(x, spec, shared, gate, out, step, self.precision)
 
     def gated_delta(self, x: Tensor, spec: GatedDelta, step: CudaStep) -> Tensor:
         return gated_delta(x, spec, step, self.processors, self.precision)
