@@ -37,10 +37,12 @@ def conv_kernel(
         same = live & (t >= j) & (behind == j - 1)
         same = same & (tl.load(slots + t - j, mask=same, other=-1) == slot)
         behind += same.to(tl.int32)
-        here = tl.load(x_at - j * stride, mask=keep & same[:, None], other=0.0)
-        kept = tl.load(at + (KERNEL - 1 - j + behind)[:, None], mask=keep & (j > behind)[:, None], other=0.0)
-        tl.store(at + KERNEL - 1 - j, next, mask=moves)
-        next = here + kept  # one of them is zero
+        old = tl.load(x_at - j * stride, mask=keep & same[:, None], other=0.0)
+        first = live & (j > behind)
+        if tl.max(first.to(tl.int32), 0) > 0:  # most programs have no row's first tokens
+            old += tl.load(at + (KERNEL - 1 - j + behind)[:, None], mask=keep & first[:, None], other=0.0)  # to zeros
+            tl.store(at + KERNEL - 1 - j, next, mask=moves)
+        next = old
         total += next.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1 - j, mask=c < CHANNELS, other=0.0)[None, :]
     into = out + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(into, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=keep)

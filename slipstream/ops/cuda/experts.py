@@ -25,21 +25,15 @@ class ExpertWeight(NamedTuple):
 
 
 @jit
-def _ordered(score, e, E: tl.constexpr):
-    """Scores float32 [R, E] as int64 in the same order, of which the smaller column is the larger where two are equal."""
-    bits = score.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (bits.to(tl.int64) << 32) + (E - e)[None, :]
-
-
-@jit
-def _take(left, COUNT: tl.constexpr):
-    """1 where one of the COUNT largest of each row of `left` (`_ordered`) stands."""
-    taken = tl.zeros(left.shape, tl.int32)
+def _take(score, e, E: tl.constexpr, COUNT: tl.constexpr):
+    """1 where one of the COUNT largest scores of each row [R, E] stands, the first where several are as large."""
+    taken = tl.zeros(score.shape, tl.int32)
     for _ in tl.static_range(COUNT):
-        here = left == tl.max(left, 1)[:, None]
+        top = tl.max(score, 1)
+        column = tl.min(tl.where(score == top[:, None], e[None, :], E), 1)
+        here = e[None, :] == column[:, None]
         taken = tl.where(here, 1, taken)
-        left = tl.where(here, -(1 << 62), left)
+        score = tl.where(here, -float("inf"), score)
     return taken
 
 
@@ -52,7 +46,7 @@ def _limit_groups(score, e, R: tl.constexpr, E: tl.constexpr, GROUPS: tl.constex
     column = tl.arange(0, size)
     at = tl.min(tl.where(by_group == first[:, None], column[None, :], size), 1)
     second = tl.max(tl.where(column[None, :] == at[:, None], -float("inf"), by_group), 1)
-    taken = _take(_ordered(tl.reshape(first + second, [R, GROUPS]), tl.arange(0, GROUPS), GROUPS), TOP)
+    taken = _take(tl.reshape(first + second, [R, GROUPS]), tl.arange(0, GROUPS), GROUPS, TOP)
     allowed = tl.reshape(taken, [R * GROUPS, 1]) + tl.zeros([R * GROUPS, size], tl.int32)
     return tl.where(tl.reshape(allowed, [R, E]) > 0, score, -float("inf"))
 
@@ -82,7 +76,7 @@ def _choose(
     choice = tl.where(inside, choice, -float("inf"))
     if GROUPS > 1:
         choice = _limit_groups(choice, e, R, E, GROUPS, TOP_GROUPS)
-    chosen = _take(_ordered(choice, e, E), TOP)
+    chosen = _take(choice, e, E, TOP)
     if SCORE == "softmax_of_chosen":
         x = tl.where(chosen > 0, x, -float("inf"))
         x = tl.exp(x - tl.max(x, 1)[:, None])
@@ -347,7 +341,7 @@ def route(logits: Tensor, routing: Routing, step: Any) -> Tiling:
     found = Tiling(rows, places, weights, tiles, total, m)
     if single:
         r = power(tokens)
-        route_kernel[(1,)](*given, *found[:5], M=m, MOST=most, R=r, num_warps=4 if r * e <= 2048 else 16, **options)
+        route_kernel[(1,)](*given, *found[:5], M=m, MOST=most, R=r, num_warps=4 if r * e <= 2048 else 8, **options)
         return found
     r = max(1, 4096 // e)
     programs = cdiv(tokens, r)

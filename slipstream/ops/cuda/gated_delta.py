@@ -322,7 +322,7 @@ def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision
     sizes |= {"CHUNK": CHUNK, "PRECISION": precision}
     delta_prepare_kernel[(4 * programs,)](
         mixed, x, step.chunks, step.row_counts, spec.rate, spec.dt_bias, factors, systems, scores, keys, values, x.stride(0),
-        VP=vp, TILE=TILE, EPS=EPS, num_warps=4, num_stages=1, **sizes,
+        VP=vp, TILE=TILE, EPS=EPS, num_warps=8, num_stages=1, **sizes,
     )  # fmt: skip
     delta_states_kernel[(2 * programs,)](
         mixed, x, step.rows, step.row_counts, spec.rate, spec.dt_bias, factors, keys, values, before, state, x.stride(0),
