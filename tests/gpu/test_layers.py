@@ -44,10 +44,10 @@ def recurrent_step(counts: list[int], decodes: int, padding: int, caches) -> tup
 
 
 def convolved(x, columns, weight, bias, dtype):
-    """One token through the convolution of its slot in float64; columns [channels, 3] are moved on."""
-    whole = torch.cat([columns, x[:, None]], 1)
-    columns.copy_(whole[:, 1:])
-    y = (whole * weight.double()).sum(1) + (0 if bias is None else bias.double())
+    """One token through the convolution of its slot in float64; columns [3, channels] are moved on."""
+    whole = torch.cat([columns, x[None]])
+    columns.copy_(whole[1:])
+    y = (whole * weight.double()).sum(0) + (0 if bias is None else bias.double())
     return F.silu(y).to(dtype).double()
 
 
@@ -58,9 +58,9 @@ def test_a_gated_delta_net_equals_its_recurrence(dtype, rows, values, keys, k, v
     torch.manual_seed(0)
     (counts, decodes), ops = ROWS[rows], make_ops(dtype)
     channels, slots = 2 * keys * k + values * v, len(counts)
-    columns, state = randn(slots + 1, channels, 3, dtype=dtype), randn(slots + 1, values, k, v, scale=0.1)
+    columns, state = randn(slots + 1, 3, channels, dtype=dtype), randn(slots + 1, values, k, v, scale=0.1)
     spec = GatedDelta(
-        0, Heads(0, values, 0, keys), k, v, randn(channels, 4, scale=0.5), randn(values).abs(), randn(values, scale=0.3),
+        0, Heads(0, values, 0, keys), k, v, randn(4, channels, scale=0.5), randn(values).abs(), randn(values, scale=0.3),
         ops.norm_weight(randn(v).abs().to(dtype), 1e-6),
     )  # fmt: skip
     old_columns, old_state = columns.double(), state.double()
@@ -93,9 +93,9 @@ def test_mamba2_equals_its_recurrence(dtype, rows, heads, dim, groups, n, before
     torch.manual_seed(0)
     (counts, decodes), ops = ROWS[rows], make_ops(dtype)
     channels, slots = heads * dim + 2 * groups * n, len(counts)
-    columns, state = randn(slots + 1, channels, 3, dtype=dtype), randn(slots + 1, heads, dim, n, scale=0.2)
+    columns, state = randn(slots + 1, 3, channels, dtype=dtype), randn(slots + 1, heads, dim, n, scale=0.2)
     spec = Mamba2(
-        0, heads, dim, groups, n, randn(channels, 4, scale=0.5), randn(channels), randn(heads).abs(), randn(heads, scale=0.3),
+        0, heads, dim, groups, n, randn(4, channels, scale=0.5), randn(channels), randn(heads).abs(), randn(heads, scale=0.3),
         randn(heads), (0.01, 1.5), ops.norm_weight(randn(heads * dim).abs().to(dtype), 1e-5), before,
     )  # fmt: skip
     old_columns, old_state = columns.double(), state.double()

@@ -17,18 +17,18 @@ def conv_kernel(
     x, slots, decodes, weight, bias, state, out, tokens, stride, state_stride,
     CHANNELS: tl.constexpr, KERNEL: tl.constexpr, BIAS: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """out[t] = silu(sum of weight[:, KERNEL - 1 - j] * the input j tokens before t). Decode rows move their columns on as well.
+    """out[t] = silu(sum of weight[KERNEL - 1 - j] * the input j tokens before t). Decode rows move their columns on as well.
 
-    x rows are `stride` apart; state [*, CHANNELS, KERNEL - 1], the oldest column first, whose slots are `state_stride` apart.
+    x rows are `stride` apart; state [*, KERNEL - 1, CHANNELS], the oldest column first, whose slots are `state_stride` apart.
     """
     t, c = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1) * B + tl.arange(0, B)
     live, inside = t < tokens, (c < CHANNELS)[None, :]
     slot = tl.load(slots + t, mask=live, other=-1)
     keep = live[:, None] & inside
-    at = state + tl.maximum(slot, 0).to(tl.int64)[:, None] * state_stride + c[None, :] * (KERNEL - 1)
+    at = state + tl.maximum(slot, 0).to(tl.int64)[:, None] * state_stride + c[None, :]
     x_at = x + t.to(tl.int64)[:, None] * stride + c[None, :]
     next = tl.load(x_at, mask=keep, other=0.0)  # of the input j: what takes the place of its column
-    total = next.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1, mask=c < CHANNELS, other=0.0)[None, :]
+    total = next.to(tl.float32) * tl.load(weight + (KERNEL - 1) * CHANNELS + c, mask=c < CHANNELS, other=0.0)[None, :]
     if BIAS:
         total += tl.load(bias + c, mask=c < CHANNELS, other=0.0)[None, :]
     moves = keep & (t < tl.load(decodes))[:, None]
@@ -40,10 +40,12 @@ def conv_kernel(
         old = tl.load(x_at - j * stride, mask=keep & same[:, None], other=0.0)
         first = live & (j > behind)
         if tl.max(first.to(tl.int32), 0) > 0:  # most programs have no row's first tokens
-            old += tl.load(at + (KERNEL - 1 - j + behind)[:, None], mask=keep & first[:, None], other=0.0)  # to zeros
-            tl.store(at + KERNEL - 1 - j, next, mask=moves)
+            old += tl.load(
+                at + ((KERNEL - 1 - j + behind) * CHANNELS)[:, None], mask=keep & first[:, None], other=0.0
+            )  # to zeros
+            tl.store(at + (KERNEL - 1 - j) * CHANNELS, next, mask=moves)
         next = old
-        total += next.to(tl.float32) * tl.load(weight + c * KERNEL + KERNEL - 1 - j, mask=c < CHANNELS, other=0.0)[None, :]
+        total += next.to(tl.float32) * tl.load(weight + (KERNEL - 1 - j) * CHANNELS + c, mask=c < CHANNELS, other=0.0)[None, :]
     into = out + t.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(into, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=keep)
 
@@ -58,17 +60,17 @@ def conv_save_kernel(
         return
     inside = c < CHANNELS
     slot, first, tokens = tl.load(rows + row * 4), tl.load(rows + row * 4 + 1), tl.load(rows + row * 4 + 2)
-    at = state + slot.to(tl.int64) * state_stride + c * (KERNEL - 1)
+    at = state + slot.to(tl.int64) * state_stride + c
     for i in tl.static_range(KERNEL - 1):  # an old column is read before the store that takes its place: i grows
         token = tokens - (KERNEL - 1) + i
         here = tl.load(x + (first + token).to(tl.int64) * stride + c, mask=inside & (token >= 0), other=0.0)
-        kept = tl.load(at + KERNEL - 1 + token, mask=inside & (token < 0), other=0.0)
-        tl.store(at + i, here + kept, mask=inside)
+        kept = tl.load(at + (KERNEL - 1 + token) * CHANNELS, mask=inside & (token < 0), other=0.0)
+        tl.store(at + i * CHANNELS, here + kept, mask=inside)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, step) -> Tensor:
     """x [T, at least channels] to silu of the convolution [T, channels]; moves the slots' columns past the step's tokens."""
-    channels, kernel = weight.shape
+    kernel, channels = weight.shape
     rows = x.shape[0]
     out = x.new_empty((rows, channels))
     blocks, t = cdiv(channels, BLOCK), TOKENS if rows > 256 else 1

@@ -17,7 +17,7 @@ from slipstream.ops.cuda.prompt_blocks import CHUNK
 from slipstream.ops.layers import GatedDelta
 
 TILE = 16  # tokens of the blocks whose inverses are computed row by row
-VALUES = 32  # columns of the state that one program has
+DECODE_VALUES, CHUNK_VALUES = 64, 32  # columns of the state that one program has (measured: docs/gpu_log.md)
 EPS = 1e-6  # under the root of a query's or key's length
 
 
@@ -151,21 +151,30 @@ def _invert_chunk(system, TILE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl
 
 
 @jit
+def _rates(at, rate, dt_bias, head, real, HEADS: tl.constexpr):
+    """beta and the logarithm of the decay of tokens whose b, then a, stand at `at`; 0 for both where not real."""
+    beta = tl.load(at + head).to(tl.float32)
+    a = tl.load(at + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
+    beta = tl.where(real, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
+    return beta, tl.where(real, -tl.load(rate + head) * softplus(a), 0.0)
+
+
+@jit
 def delta_prepare_kernel(
-    mixed, x, chunks, counts, rate, dt_bias, factors, systems, scores, keys, values, stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+    mixed, x, chunks, counts, rate, dt_bias, factors, systems, scores, stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, CHUNK: tl.constexpr,
+    EPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Everything of a (chunk, value head) that does not need the state, which programs take in turns.
+    """What of a (chunk, value head) needs no state, in turns. Queries and keys count with length 1.
 
     chunks int32 [*, 2] of (first token, tokens); counts int32 [2] of (rows, chunks). By chunk and head: factors float32
     [2, CHUNK], what queries that read the state before the chunk and keys that go into the state behind it are multiplied by;
-    systems float32 [CHUNK, CHUNK], the inverse of 1 + A; scores [CHUNK, CHUNK], q.k with their decays; keys [CHUNK, K] and
-    values [CHUNK, V]: that inverse times beta k decay and beta v. Queries and keys count with length 1.
+    systems float32 [CHUNK, CHUNK], A, whose place (1 + A)^-1 takes; scores [CHUNK, CHUNK], q.k with their decays; then keys
+    [CHUNK, K] and values [CHUNK, V]: that inverse times beta k decay and beta v.
     """
     CHANNELS: tl.constexpr = 2 * (HEADS // GROUP) * K + HEADS * V
     DTYPE: tl.constexpr = mixed.dtype.element_ty
-    i, k, v = tl.arange(0, CHUNK), tl.arange(0, KP), tl.arange(0, VP)
+    i, k = tl.arange(0, CHUNK), tl.arange(0, KP)
     items = tl.load(counts + 1) * HEADS
     for turn in range(tl.cdiv(items - tl.program_id(0), tl.num_programs(0))):
         item = tl.program_id(0) + turn * tl.num_programs(0)
@@ -173,11 +182,7 @@ def delta_prepare_kernel(
         first, tokens = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
         real = i < tokens
         token = (first + tl.where(real, i, 0)).to(tl.int64)
-        rest = x + token * stride + CHANNELS + HEADS * V
-        beta = tl.load(rest + head).to(tl.float32)
-        beta = tl.where(real, 1.0 / (1.0 + tl.exp(-beta)), 0.0)
-        a = tl.load(rest + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
-        log_decay = tl.where(real, -tl.load(rate + head) * softplus(a), 0.0)
+        beta, log_decay = _rates(x + token * stride + CHANNELS + HEADS * V, rate, dt_bias, head, real, HEADS)
         decay = tl.cumsum(log_decay, 0)
         base = item.to(tl.int64)
         own = mixed + token[:, None] * CHANNELS
@@ -196,14 +201,43 @@ def delta_prepare_kernel(
         scaled = (key * (unit_k * beta)[:, None]).to(DTYPE)
         same = tl.dot(scaled, tl.trans(plain), input_precision=PRECISION) * between
         tl.store(systems + square, tl.where(i[:, None] > i[None, :], same, 0.0))
-        tl.debug_barrier()  # the blocks of this matrix are read by other threads than those that wrote them
-        _invert_chunk(systems + base * CHUNK * CHUNK, TILE, CHUNK, PRECISION)
-        tl.debug_barrier()
-        inverse = tl.load(systems + square).to(DTYPE)
-        scaled = (key * (unit_k * beta * tl.exp(decay))[:, None]).to(DTYPE)
+
+
+@jit
+def delta_invert_kernel(systems, counts, HEADS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of `delta_prepare_kernel`'s systems, one a program of one warp: rows follow one another without a barrier."""
+    item = tl.program_id(0)
+    if item < tl.load(counts + 1) * HEADS:
+        _invert_chunk(systems + item.to(tl.int64) * CHUNK * CHUNK, TILE, CHUNK, PRECISION)
+
+
+@jit
+def delta_correct_kernel(
+    mixed, x, chunks, counts, rate, dt_bias, systems, keys, values, stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
+    CHUNK: tl.constexpr, EPS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The inverse of a (chunk, value head) times its keys and values; see `delta_prepare_kernel`."""
+    CHANNELS: tl.constexpr = 2 * (HEADS // GROUP) * K + HEADS * V
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    i, k, v = tl.arange(0, CHUNK), tl.arange(0, KP), tl.arange(0, VP)
+    items = tl.load(counts + 1) * HEADS
+    for turn in range(tl.cdiv(items - tl.program_id(0), tl.num_programs(0))):
+        item = tl.program_id(0) + turn * tl.num_programs(0)
+        head, base = item % HEADS, item.to(tl.int64)
+        first, tokens = tl.load(chunks + 2 * (item // HEADS)), tl.load(chunks + 2 * (item // HEADS) + 1)
+        real = i < tokens
+        token = (first + tl.where(real, i, 0)).to(tl.int64)
+        beta, log_decay = _rates(x + token * stride + CHANNELS + HEADS * V, rate, dt_bias, head, real, HEADS)
+        own = mixed + token[:, None] * CHANNELS
+        in_k, in_v = (k < K)[None, :], (v < V)[None, :]
+        key = tl.load(own + (HEADS // GROUP + head // GROUP) * K + k[None, :], mask=real[:, None] & in_k, other=0.0)
+        key = key.to(tl.float32)
+        unit = tl.rsqrt(tl.sum(key * key, 1) + EPS)
+        key = (key * (unit * beta * tl.exp(tl.cumsum(log_decay, 0)))[:, None]).to(DTYPE)
+        inverse = tl.load(systems + base * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]).to(DTYPE)
         at = base * CHUNK * K + i[:, None] * K + k[None, :]
-        tl.store(keys + at, tl.dot(inverse, scaled, input_precision=PRECISION).to(DTYPE), mask=(k < K)[None, :])
-        in_v = (v < V)[None, :]
+        tl.store(keys + at, tl.dot(inverse, key, input_precision=PRECISION).to(DTYPE), mask=in_k)
         value = tl.load(own + 2 * (HEADS // GROUP) * K + head * V + v[None, :], mask=real[:, None] & in_v, other=0.0)
         value = (value.to(tl.float32) * beta[:, None]).to(DTYPE)
         at = base * CHUNK * V + i[:, None] * V + v[None, :]
@@ -249,8 +283,8 @@ def delta_states_kernel(
                 mask=real[:, None] & in_k[None, :], other=0.0,
             )  # fmt: skip
             factor = tl.load(factors + base * 2 * CHUNK + CHUNK + i)
-            a = tl.load(x + token * stride + CHANNELS + HEADS * V + HEADS + head).to(tl.float32) + tl.load(dt_bias + head)
-            decay = tl.exp(tl.sum(tl.where(real, -tl.load(rate + head) * softplus(a), 0.0), 0))
+            _, log_decay = _rates(x + token * stride + CHANNELS + HEADS * V, rate, dt_bias, head, real, HEADS)
+            decay = tl.exp(tl.sum(log_decay, 0))
             here = kept.to(DTYPE)
             tl.store(before + (base * K + k[:, None]) * V + v[None, :], here, mask=both)
             value = (value.to(tl.float32) - tl.dot(weight, here, input_precision=PRECISION)).to(DTYPE)
@@ -305,8 +339,9 @@ def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision
     mixed = causal_conv(x, spec.conv, None, columns, step)
     sizes = {"HEADS": heads, "GROUP": heads // spec.heads.num_kv_heads, "K": k, "V": v, "KP": max(16, power(k))}
     vp, norm = max(16, power(v)), spec.norm
-    delta_decode_kernel[(step.decode_rows, heads, cdiv(v, VALUES))](
-        mixed, x, step.slots, step.decodes, spec.rate, spec.dt_bias, state, out, x.stride(0), state.stride(0), B=VALUES, EPS=EPS,
+    delta_decode_kernel[(step.decode_rows, heads, cdiv(v, DECODE_VALUES))](
+        mixed, x, step.slots, step.decodes, spec.rate, spec.dt_bias, state, out, x.stride(0), state.stride(0),
+        B=DECODE_VALUES, EPS=EPS,
         num_warps=4, **sizes,
     )  # fmt: skip
     gated_norm_kernel[(step.decode_rows, heads)](
@@ -320,13 +355,19 @@ def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision
     scores, keys, values = (x.new_empty((items, CHUNK, n)) for n in (CHUNK, k, v))
     before = x.new_empty((items, k, v))
     sizes |= {"CHUNK": CHUNK, "PRECISION": precision}
+    given = mixed, x, step.chunks, step.row_counts, spec.rate, spec.dt_bias
     delta_prepare_kernel[(4 * programs,)](
-        mixed, x, step.chunks, step.row_counts, spec.rate, spec.dt_bias, factors, systems, scores, keys, values, x.stride(0),
-        VP=vp, TILE=TILE, EPS=EPS, num_warps=8, num_stages=1, **sizes,
+        *given, factors, systems, scores, x.stride(0), EPS=EPS, num_warps=4, num_stages=1, **sizes
+    )  # fmt: skip
+    delta_invert_kernel[(items,)](
+        systems, step.row_counts, HEADS=heads, CHUNK=CHUNK, TILE=TILE, PRECISION=precision, num_warps=1
+    )  # fmt: skip
+    delta_correct_kernel[(4 * programs,)](
+        *given, systems, keys, values, x.stride(0), VP=vp, EPS=EPS, num_warps=4, num_stages=1, **sizes
     )  # fmt: skip
     delta_states_kernel[(2 * programs,)](
         mixed, x, step.rows, step.row_counts, spec.rate, spec.dt_bias, factors, keys, values, before, state, x.stride(0),
-        state.stride(0), B=VALUES, num_warps=4, num_stages=2, **sizes,
+        state.stride(0), B=CHUNK_VALUES, num_warps=4, num_stages=2, **sizes,
     )  # fmt: skip
     delta_outputs_kernel[(4 * programs,)](
         mixed, x, step.chunks, step.row_counts, norm.weight, factors, scores, values, before, out, x.stride(0), norm.eps,
