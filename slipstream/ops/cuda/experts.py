@@ -304,7 +304,7 @@ def router_logits(x: Tensor, router: Tensor, precision: str) -> Tensor:
     experts, k = router.shape
     logits = torch.empty((x.shape[0], experts), dtype=torch.float32, device=x.device)
     router_kernel[(cdiv(experts, 16), cdiv(x.shape[0], 16))](
-        x, router, logits, x.shape[0], x.stride(0), EXPERTS=experts, K=k, M=16, N=16, BK=256 if x.dtype != torch.float32 else 64,
+        x, router, logits, x.shape[0], x.stride(0), EXPERTS=experts, K=k, M=16, N=16, BK=512 // x.element_size(),
         PRECISION=precision, num_warps=4, num_stages=3,
     )  # fmt: skip
     return logits

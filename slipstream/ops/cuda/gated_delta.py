@@ -205,7 +205,7 @@ def delta_prepare_kernel(
 
 @jit
 def delta_invert_kernel(systems, counts, HEADS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverses of `delta_prepare_kernel`'s systems, one a program of one warp: rows follow one another without a barrier."""
+    """The inverses of the systems of `delta_prepare_kernel`, each by one warp: rows follow one another without a barrier."""
     item = tl.program_id(0)
     if item < tl.load(counts + 1) * HEADS:
         _invert_chunk(systems + item.to(tl.int64) * CHUNK * CHUNK, TILE, CHUNK, PRECISION)
