@@ -10,6 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "uint8": 1}
+STATE_ALIGN_BYTES = 16  # where the arrays of a slot's state begin: what the widest access of a kernel wants
 
 
 class Paged(NamedTuple):
@@ -59,7 +60,7 @@ def token_values(layout: CacheLayout) -> int:
 def state_bytes(layouts: tuple[CacheLayout, ...]) -> int:
     """Bytes of one slot's state, and of one snapshot of it."""
     arrays = [array for layout in layouts if isinstance(layout, PerSlot) for array in layout.arrays]
-    return sum(prod(array.shape) * ITEM_BYTES[array.dtype] for array in arrays)
+    return sum(-(-prod(array.shape) * ITEM_BYTES[array.dtype] // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES for array in arrays)
 
 
 def window_of(layout: CacheLayout) -> int | None:

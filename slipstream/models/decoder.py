@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.log.caches import CacheLayout
 from slipstream.ops.interface import ForwardStep, Step
-from slipstream.ops.layers import Attention
+from slipstream.ops.layers import Attention, LatentAttention
 
 
 class Decoder(Protocol):
@@ -16,7 +16,7 @@ class Decoder(Protocol):
     hidden: int  # width of the result of `forward`
     max_len: int  # tokens of a request at most
     caches: tuple[CacheLayout, ...]  # this rank's cache layouts; layers refer to them by index
-    attentions: tuple[Attention, ...]  # of all layers that attend, in order
+    attentions: tuple[Attention | LatentAttention, ...]  # of all layers that attend, in order
 
     def forward(self, step: ForwardStep) -> Tensor:
         """[T, hidden] after the last norm; writes the step's keys, values and states into the caches."""

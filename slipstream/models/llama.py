@@ -14,7 +14,7 @@ from slipstream.errors import ModelError
 from slipstream.log.caches import CacheLayout, Paged, Window, window_of, windows
 from slipstream.models.rotary import rotary_table
 from slipstream.ops.interface import ForwardStep, Ops, Step
-from slipstream.ops.layers import Attention, Gate
+from slipstream.ops.layers import Attention, Gate, LatentAttention
 from slipstream.weights.packed import Packed, dense
 from slipstream.weights.parts import Part
 
@@ -154,8 +154,8 @@ class Llama:
         self.caches = self.cache_layouts()
         self.rotary = self.rotary_tables(config)
         self.sublayers = [s for i in range(c.layers) for s in self.layer(i, f"{self.prefix}layers.{i}.")]
-        mixers = [s.mix for s in self.sublayers]
-        self.attentions = tuple(mix.spec for mix in mixers if isinstance(mix, SelfAttention))
+        specs = [getattr(s.mix, "spec", None) for s in self.sublayers]
+        self.attentions = tuple(spec for spec in specs if isinstance(spec, Attention | LatentAttention))
         self.norm = self.norm_weight(self.prefix + self.last_norm, c.hidden)
         self._next_norms = [*(s.norm for s in self.sublayers[1:]), self.norm]  # the norm after each sublayer
         shape = (c.vocab, c.hidden)

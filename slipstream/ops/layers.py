@@ -67,7 +67,7 @@ class LatentAttention:
 class GatedDelta:
     """A gated delta net (arXiv:2412.06464) as Qwen3-Next and Qwen3.5 have it: a causal convolution, then a recurrent state.
 
-    Its cache is PerSlot: convolution columns [channels, kernel - 1] of the activations' dtype, the oldest first, and the state
+    Its cache is PerSlot: convolution columns [kernel - 1, channels] of the activations' dtype, the oldest first, and the state
     float32 [value heads, key_dim, value_dim]. Channels are queries, keys and values, in this order. The input has these, then
     the output's gate [value heads * value_dim], then b and a [value heads] each.
     For each token: beta = sigmoid(b), decay = exp(-rate * softplus(a + dt_bias)), and with queries and keys of length 1,
@@ -78,7 +78,7 @@ class GatedDelta:
     heads: Heads  # num_q_heads: value heads, num_kv_heads: key heads
     key_dim: int
     value_dim: int
-    conv: Tensor  # float32 [channels, kernel]
+    conv: Tensor  # float32 [kernel, channels]
     rate: Tensor  # float32 [value heads]: exp(A_log)
     dt_bias: Tensor  # float32 [value heads]
     norm: Any  # RMSNorm [value_dim] of each head's output, before silu(gate) multiplies it
@@ -92,7 +92,7 @@ class GatedDelta:
 class Mamba2:
     """A Mamba-2 mixer (arXiv:2405.21060): a causal convolution, then a state that each token decays and adds to.
 
-    Its cache is PerSlot: convolution columns [channels, kernel - 1] of the activations' dtype, the oldest first, and the state
+    Its cache is PerSlot: convolution columns [kernel - 1, channels] of the activations' dtype, the oldest first, and the state
     float32 [heads, head_dim, state_dim]. Channels are x [heads * head_dim], B and C [groups * state_dim] each. The input has
     the output's gate [heads * head_dim], then the channels, then dt [heads].
     For each token: dt = clamp(softplus(dt + dt_bias), dt_limits), state = exp(-rate * dt) * state + dt * x B^T,
@@ -104,7 +104,7 @@ class Mamba2:
     head_dim: int
     groups: int  # heads of a group share B and C
     state_dim: int
-    conv: Tensor  # float32 [channels, kernel]
+    conv: Tensor  # float32 [kernel, channels]
     conv_bias: Tensor | None  # float32 [channels]
     rate: Tensor  # float32 [heads]: exp(A_log)
     dt_bias: Tensor  # float32 [heads]

@@ -10,7 +10,7 @@ from slipstream.log.caches import Latent, Paged, PerSlot, StateArray, Window
 
 PAGED = Paged(heads=2, head_dim=8)  # 32 values a token
 WINDOW = Window(heads=1, head_dim=8, size=40)  # 16 values a token
-STATE = PerSlot((StateArray((4, 4), "float32"), StateArray((3,), "bfloat16")))  # 70 bytes
+STATE = PerSlot((StateArray((4, 4), "float32"), StateArray((3,), "bfloat16")))  # 70 bytes, each array rounded up to 16
 
 
 def needs(*layouts, dtype=torch.float32, slots: int = 4, max_len: int = 160) -> CacheNeeds:
@@ -57,7 +57,7 @@ def test_more_memory_never_gives_less():
 
 def test_state_comes_first_then_snapshots_then_pages():
     n = needs(PAGED, STATE)
-    page, state = 16 * 32 * 4, 70
+    page, state = 16 * 32 * 4, 80
     assert n.state_bytes == 6 * state  # 4 slots, nobody's, and the zeros
     limits = n.limits(n.state_bytes + 8 * state + 20 * page, MAX_PAGES, True, None)
     assert (limits.snapshots, limits.tables[0].pages) == (8, 20)

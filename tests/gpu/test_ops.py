@@ -33,17 +33,22 @@ def rotary(length: int, dim: int) -> torch.Tensor:
     return torch.cat([angles.cos(), angles.sin()], 1).to(DEVICE)
 
 
-def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, norms):
+def reference_attention(
+    x, past, positions, lengths, heads: Heads, dim, table, norms, window: int = 0, sinks=None, softcap: float = 0.0
+):  # fmt: skip
     """float64 [T, queries * dim]: x [T, heads, dim] of rows with `lengths` tokens each after `past` [row][n, 2, keys, dim]."""
     x = x.double()
     q, k, v = x.split([heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads], 1)
     if norms is not None:
         q, k = (t * torch.rsqrt(t.pow(2).mean(-1, keepdim=True) + 1e-6) * w.double() for t, w in ((q, norms[0]), (k, norms[1])))
-    cos, sin = table.double()[positions].unsqueeze(1).chunk(2, -1)
+    width = 0 if table is None else table.shape[1]
 
     def turn(t):
-        a, b = t.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        if table is None:
+            return t
+        cos, sin = table.double()[positions].unsqueeze(1).chunk(2, -1)
+        a, b = t[..., :width].chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, t[..., width:]], -1)
 
     q, k = turn(q), turn(k)
     out, at = [], 0
@@ -53,8 +58,14 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
         share = heads.num_q_heads // heads.num_kv_heads
         keys, values = keys.repeat_interleave(share, 1), values.repeat_interleave(share, 1)
         s = torch.einsum("qhd,khd->hqk", q[at : at + n], keys) * dim**-0.5
-        seen = torch.arange(len(keys), device=DEVICE)[None] <= torch.arange(n, device=DEVICE)[:, None] + len(past[row])
-        out.append(torch.einsum("hqk,khd->qhd", s.masked_fill(~seen, -torch.inf).softmax(-1), values))
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        behind = torch.arange(n, device=DEVICE)[:, None] + len(past[row]) - torch.arange(len(keys), device=DEVICE)[None]
+        seen = (behind >= 0) & (behind < (window or len(keys) + 1))
+        s = s.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            s = torch.cat([s, sinks.double()[:, None, None].expand(-1, n, 1)], -1)
+        out.append(torch.einsum("hqk,khd->qhd", s.softmax(-1)[..., : len(keys)], values))
         at += n
     return torch.cat(out).flatten(1)
 
@@ -64,6 +75,26 @@ def reference_attention(x, past, positions, lengths, heads: Heads, dim, table, n
 @pytest.mark.parametrize("shape", ["decode", "one long row", "one among short ones", "mixed", "short chunk, long context"])
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, page_size):
+    if page_size > 16 and (dtype == torch.float32 or dim not in (64, 128, 256)):
+        pytest.skip("pages of many tokens matter where tiles are taken")
+    check_attention(dtype, num_q_heads, num_kv_heads, dim, shape, page_size, turned=dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", ["decode", "mixed", "short chunk, long context"])
+@pytest.mark.parametrize("window, has_sinks, softcap, turned", [
+    (128, True, 0.0, 64), (100, False, 0.0, 64), (0, True, 2.0, 0), (700, False, 2.0, 16), (0, False, 0.0, 16),
+    (1, False, 0.0, 64),
+])  # fmt: skip
+def test_windows_sinks_capped_scores_and_partial_rotation_equal_float64(dtype, shape, window, has_sinks, softcap, turned):
+    check_attention(dtype, 8, 2, 64, shape, 16, turned, window, has_sinks, softcap)
+    check_attention(dtype, 4, 2, 256, shape, 64, turned, window, has_sinks, softcap)
+
+
+def check_attention(
+    dtype, num_q_heads, num_kv_heads, dim, shape, page_size, turned, window=0, has_sinks=False, softcap=0.0
+):  # fmt: skip
+    sinks = torch.randn(num_q_heads, device=DEVICE) if has_sinks else None
     from slipstream.ops.cuda.ops import CudaStep, Norm
     from slipstream.ops.cuda.prompt_blocks import COLUMNS
     from slipstream.ops.layers import Attention
@@ -79,11 +110,11 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
     }[shape]
     rows, total, padded = len(starts), sum(counts), sum(counts) + 3
     pages = 1000
-    norms = [torch.rand(dim, device=DEVICE, dtype=dtype) + 0.5 for _ in range(2)] if dim == 128 else None
-    if page_size > 16 and (dtype == torch.float32 or dim not in (64, 128)):
-        pytest.skip("pages of many tokens matter where tiles are taken")
-    table = rotary(4096, dim)
-    spec = Attention(0, 0, heads, dim, dim**-0.5, table, *([Norm(w, 1e-6) for w in norms] if norms else [None, None]))
+    norms = [torch.rand(dim, device=DEVICE, dtype=dtype) + 0.5 for _ in range(2)] if dim in (128, 256) else None
+    table = rotary(4096, turned) if turned else None
+    spec = Attention(
+        0, 0, heads, dim, dim**-0.5, table, *([Norm(w, 1e-6) for w in norms] if norms else [None, None]), sinks, softcap
+    )  # fmt: skip
     cache = [torch.full((pages + 1, num_kv_heads, page_size, dim), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
     for c in cache:
         c[0] = 0
@@ -96,7 +127,7 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
         old = torch.randn(start, 2, num_kv_heads, dim, device=DEVICE, dtype=dtype)
         past.append(old)
         for i in (0, 1):
-            for p in range(-(-start // page_size)):
+            for p in range(max(0, start - window + 1) // page_size if window else 0, -(-start // page_size)):
                 part = old[p * page_size : (p + 1) * page_size, i]
                 cache[i][mine[p], :, : len(part)] = part.transpose(0, 1)
                 cache[i][mine[p], :, len(part) :] = 0
@@ -111,14 +142,16 @@ def test_attention_equals_float64(dtype, num_q_heads, num_kv_heads, dim, shape, 
             prompts.append((row, start, at, count))
         at += count
     wanted = reference_attention(
-        qkv[:total].view(total, -1, dim), past, positions[:total].long(), counts, heads, dim, table, norms
+        qkv[:total].view(total, -1, dim), past, positions[:total].long(), counts, heads, dim, table, norms, window, sinks,
+        softcap,
     )  # fmt: skip
     parts = np.zeros((128, COLUMNS), np.int32)
     part_counts = ops.cutter(num_q_heads).cut(prompts, parts)
     put = lambda x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     step = CudaStep(
         positions, positions, slots, [tables], [(cache[0], cache[1])], [ops.tiles_of((cache[0], cache[1]), page_size)],
-        {num_kv_heads: ops.scratch(8, num_kv_heads, dim)}, ops.prompt_scratch(dim), page_size, 8 if prompts else decodes,
+        (window,), {(num_kv_heads, window): ops.scratch(8, num_kv_heads, dim)}, ops.prompt_scratch(dim), page_size, rows,
+        8 if prompts else decodes,
         put([decodes]), bool(prompts), put(parts), put(part_counts),
     )  # fmt: skip
     ops.begin(step)
@@ -142,7 +175,9 @@ def test_parts_of_decode_rows_cover_their_caches(rows, heads):
     for real in sorted({0, 1, rows // 3, rows}):
         for longest in (300, 4000, 130_000):
             lengths = rng.integers(1, longest, rows)
-            step = SimpleNamespace(positions=put(lengths - 1), decodes=put([real]), decode_rows=rows, scratch={heads: scratch})
+            step = SimpleNamespace(
+                positions=put(lengths - 1), decodes=put([real]), decode_rows=rows, scratch={(heads, 0): scratch}
+            )
             ops.begin(step)
             count = scratch.count.item()
             assert count <= decode_parts(rows, heads) <= len(scratch.parts)
@@ -156,7 +191,7 @@ def test_parts_of_decode_rows_cover_their_caches(rows, heads):
                 at += len(mine)
             assert at == count
     lengths = [900] * 16 + [25_000]
-    step = SimpleNamespace(positions=put(lengths) - 1, decodes=put([17]), decode_rows=128, scratch={heads: scratch})
+    step = SimpleNamespace(positions=put(lengths) - 1, decodes=put([17]), decode_rows=128, scratch={(heads, 0): scratch})
     ops.begin(step)
     parts = scratch.parts[: scratch.count.item()].tolist()
     assert max(end - begin for _, begin, end, _, _ in parts) <= 1024
@@ -341,7 +376,7 @@ def test_attention_reads_a_cache_of_another_dtype(dtype, stored):
     spec = Attention(0, 0, heads, dim, dim**-0.5, table)
     parts = np.zeros((128, COLUMNS), np.int32)
     found = ops.cutter(8).cut([(0, start, 0, count)], parts)
-    shared = [pages], [cache], [None], {2: ops.scratch(8, 2, dim)}, ops.prompt_scratch(dim), page_size
+    shared = [pages], [cache], [None], (0,), {(2, 0): ops.scratch(8, 2, dim)}, ops.prompt_scratch(dim), page_size, 1
     chunk = CudaStep(positions[:count], positions[:count], slots[:count], *shared, 8, put([0]), True, put(parts), put(found))
     decode = CudaStep(positions[count:], positions[count:], slots[count:], *shared, 1, put([1]))
     for step, rows in ((chunk, slice(0, count)), (decode, slice(count, count + 1))):

@@ -32,12 +32,13 @@ from slipstream.log.request import Request
 from slipstream.models.registry import build, runs_own_code
 from slipstream.ops import sampler
 from slipstream.ops.collective import SharedMemory
-from slipstream.ops.cuda.ops import CudaOps, CudaStep, DecodeScratch, Tiles, check_attention
+from slipstream.ops.cuda.ops import CudaOps, CudaStep, Tiles, check_attention, query_heads, scratch_heads
 from slipstream.ops.cuda.prepare import decode_prepare_kernel, gather_kernel, ids_kernel
-from slipstream.ops.cuda.prompt_blocks import ROWS, SPARE
+from slipstream.ops.cuda.prompt_blocks import CHUNK, ROWS, SPARE
 from slipstream.ops.cuda.sample import NO_TOKEN
 from slipstream.ops.cuda.symmetric import PROGRAMS, Symmetric
 from slipstream.ops.interface import JudgedRows, Ops
+from slipstream.ops.layers import Attention
 from slipstream.shard import Shard, split_evenly
 from slipstream.weights.packed import Packed
 
@@ -110,7 +111,7 @@ class CudaExecutor:
         if config.max_model_len and config.max_model_len > self.model.max_len:
             raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's own {self.model.max_len}")
         for spec in self.model.attentions:
-            check_attention(spec, self.model.caches[spec.cache])
+            check_attention(spec)
         self._most = round_up(max(config.max_num_batched_tokens, config.max_num_seqs), 64)
         if shard.size > 1:
             part = -(-self.model.vocab // shard.size)
@@ -203,8 +204,10 @@ class CudaExecutor:
         self.slots, self.nobody = slots, slots
         self._allocate_caches(limits)
         self.tables = CudaTables(limits, device)
-        self.layout = Layout(self._most, judged, -(-self._most // ROWS) + min(slots, self._most) + SPARE)
-        cutter = self.ops.cutter(max([1, *(a.heads.num_q_heads for a in model.attentions)]))
+        prompts = min(slots, self._most)  # rows
+        rows, chunks = (prompts, self._most // CHUNK + prompts) if self.state.arrays else (0, 0)
+        self.layout = Layout(self._most, judged, -(-self._most // ROWS) + prompts + SPARE, rows, chunks)
+        cutter = self.ops.cutter(max([1, *(query_heads(a) for a in model.attentions)]))
         self.inputs = StepInputs(self.layout, cutter, width, device)
         self.inputs.slots.fill_(self.nobody)
         self.inputs.row_slots.fill_(self.nobody)
@@ -214,10 +217,13 @@ class CudaExecutor:
         outcome = judged + (slots if width > 1 else 0) + 1  # tokens, accepted counts, the fault: see `exchange_kernel`
         self.ring = torch.zeros((DEPTH, outcome), dtype=torch.int32, device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
-        widest: dict[int, int] = {}  # head_dim by number of key heads
+        self.windows = tuple(t.window for t in limits.tables)
+        widest: dict[tuple[int, int], int] = {}  # values of a head's output, by key heads and window
         for a in model.attentions:
-            widest[a.heads.num_kv_heads] = max(widest.get(a.heads.num_kv_heads, 0), a.head_dim)
-        self.scratch: dict[int, DecodeScratch] = {n: self.ops.scratch(judged, n, d) for n, d in widest.items() if n}
+            heads, dim = scratch_heads(a)
+            key = heads, self.windows[a.table]
+            widest[key] = max(widest.get(key, 0), dim)
+        self.scratch = {key: self.ops.scratch(judged, key[0], dim) for key, dim in widest.items() if key[0]}
         self.prompt_scratch = self.ops.prompt_scratch(max([0, *widest.values()]))
         parts = split_evenly(self.model.vocab, self.shard.size)
         self.sampler = CudaSampler(
@@ -246,15 +252,17 @@ class CudaExecutor:
             )
         self.tiles: list[Tiles | None] = [None] * len(layouts)
         for spec in self.model.attentions:
-            self.tiles[spec.cache] = self.ops.tiles_of(self.caches[spec.cache], limits.page_size)
+            if isinstance(spec, Attention):
+                self.tiles[spec.cache] = self.ops.tiles_of(self.caches[spec.cache], limits.page_size)
 
     # --- the work of a step, captured or not
 
     def _step(self, tokens: int, decode_rows: int, prompts: bool, decodes: Tensor) -> CudaStep:
         i = self.inputs
         return CudaStep(
-            i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.by_table, self.caches, self.tiles,
-            self.scratch, self.prompt_scratch, self.page_size, decode_rows, decodes, prompts, i.parts, i.counts[1:3],
+            i.ids[:tokens], i.positions[:tokens], i.slots[:tokens], self.tables.by_table, self.caches, self.tiles, self.windows,
+            self.scratch, self.prompt_scratch, self.page_size, self.nobody, decode_rows, decodes, prompts, i.parts,
+            i.counts[1:3], i.rows[:tokens], i.chunks[: tokens // CHUNK + len(i.rows)], i.counts[3:5],
         )  # fmt: skip
 
     def _forward_decode(self, rows: int) -> None:

@@ -16,7 +16,7 @@ from slipstream.log.caches import Limits
 from slipstream.log.request import Request
 from slipstream.ops.cuda.launch import cdiv
 from slipstream.ops.cuda.prepare import pages_kernel
-from slipstream.ops.cuda.prompt_blocks import COLUMNS, Cutter
+from slipstream.ops.cuda.prompt_blocks import CHUNK_COLUMNS, COLUMNS, ROW_COLUMNS, Cutter, cut_chunks
 from slipstream.ops.sampling import mix
 
 _PAGES_TILE = 256
@@ -103,20 +103,30 @@ class Layout:
     tokens: int
     judged: int  # tokens
     parts: int
+    rows: int = 0  # prompt rows, and ...
+    chunks: int = 0  # ... the chunks that layers with state cut them into; none without such layers
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (
+            self.tokens, self.tokens, self.judged, self.judged, self.judged, COLUMNS * self.parts, ROW_COLUMNS * self.rows,
+            CHUNK_COLUMNS * self.chunks, 6,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
-        return 2 * self.tokens + 3 * self.judged + COLUMNS * self.parts + 4
+        return sum(self._sizes)
 
     def split(self, buffer):
-        """Views (slots, positions, sample token, sample slot, sample position, parts, counts) of a NumPy or torch buffer."""
-        sizes = (self.tokens, self.tokens, self.judged, self.judged, self.judged, COLUMNS * self.parts, 4)
-        ends = np.cumsum(sizes).tolist()
-        return tuple(buffer[end - size : end] for size, end in zip(sizes, ends, strict=True))
+        """Views (slots, positions, sample token, sample slot, sample position, parts, rows, chunks, counts) of a NumPy or torch
+        buffer.
+        """
+        ends = np.cumsum(self._sizes).tolist()
+        return tuple(buffer[end - size : end] for size, end in zip(self._sizes, ends, strict=True))
 
 
 class StepInputs:
-    """The device's columns of a step. counts: (tokens of decode rows, the result of `Cutter.cut`, 0).
+    """The device's columns of a step. counts: tokens of decode rows, the result of `Cutter.cut`, prompt rows and chunks, 0.
 
     A row has `width` places among the judged tokens. Places that it does not use get the slot `nobody`.
     """
@@ -125,8 +135,10 @@ class StepInputs:
         self.layout, self.cutter, self.width = layout, cutter, width
         self.buffer = torch.zeros(layout.size, dtype=torch.int32, device=device)
         (
-            self.slots, self.positions, self.sample_token, self.sample_slot, self.sample_position, self.parts, self.counts
+            self.slots, self.positions, self.sample_token, self.sample_slot, self.sample_position, self.parts, rows, chunks,
+            self.counts,
         ) = layout.split(self.buffer)  # fmt: skip
+        self.rows, self.chunks = rows.view(-1, ROW_COLUMNS), chunks.view(-1, CHUNK_COLUMNS)
         self.ids = torch.zeros(layout.tokens, dtype=torch.int32, device=device)
         # the slots of the rows of a pure decode step; `slots` has one value for each token
         self.row_slots = self.slots if width == 1 else torch.zeros(layout.judged // width, dtype=torch.int32, device=device)
@@ -141,7 +153,7 @@ class StepInputs:
     def upload_step(self, batch: Batch, padded: int, nobody: int, buffers: StepBuffers) -> None:
         """Queues all columns of a step with prompt chunks, padded to `padded` tokens."""
         view = self.layout.split(buffers.inputs_view)
-        slots, positions, sample_token, sample_slot, sample_position, parts, counts = view
+        slots, positions, sample_token, sample_slot, sample_position, parts, rows, chunks, counts = view
         ends = np.cumsum(batch.counts)
         firsts = ends - batch.counts
         total = int(ends[-1])
@@ -160,4 +172,6 @@ class StepInputs:
         prompts = np.stack([batch.slots, batch.starts, firsts, batch.counts], 1)[batch.decodes :]
         decode_tokens = firsts[batch.decodes]
         counts[:3] = decode_tokens, *self.cutter.cut(prompts.tolist(), parts.reshape(-1, COLUMNS))
+        if self.layout.rows:
+            counts[3:5] = cut_chunks(prompts, rows.reshape(-1, ROW_COLUMNS), chunks.reshape(-1, CHUNK_COLUMNS))
         self.buffer.copy_(buffers.inputs, non_blocking=True)

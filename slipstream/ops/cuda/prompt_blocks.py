@@ -29,6 +29,23 @@ SPARE = 64  # rows of the table besides one for each block
 # parts of the block, this part's place in the kernels' scratch, the place of the block's first part (they follow one another)
 COLUMNS = 9
 
+CHUNK = 64  # tokens of a prompt that layers with state take at a time
+ROW_COLUMNS = 4  # of a prompt row: slot, index of its first token in the step, tokens, its first chunk
+CHUNK_COLUMNS = 2  # index of the chunk's first token in the step, tokens
+
+
+def cut_chunks(prompts: np.ndarray, rows: np.ndarray, chunks: np.ndarray) -> tuple[int, int]:
+    """Writes the rows and chunks of prompts [n, 4], (slot, position, index in the step, tokens); returns their numbers."""
+    tokens = prompts[:, 3]
+    each = -(-tokens // CHUNK)
+    first = np.cumsum(each) - each
+    rows[: len(prompts)] = np.stack([prompts[:, 0], prompts[:, 2], tokens, first], 1)
+    of_row = np.repeat(np.arange(len(prompts)), each)
+    begin = (np.arange(len(of_row)) - first[of_row]) * CHUNK
+    chunks[: len(of_row), 0] = prompts[of_row, 2] + begin
+    chunks[: len(of_row), 1] = np.minimum(CHUNK, tokens[of_row] - begin)
+    return len(prompts), len(of_row)
+
 
 @dataclass(frozen=True)
 class Cutter:

@@ -72,14 +72,15 @@ def barrier(
 
 @jit(do_not_specialize=["rank", "rows"])
 def sum_add_norm_kernel(
-    buffers, flags, counts, fault, residual, weight, out, rank, rows, eps, bound,
-    H: tl.constexpr, HP: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, BARRIER: tl.constexpr,
-    DTYPE: tl.constexpr,
+    buffers, flags, counts, fault, residual, weight, post, out, rank, rows, eps, post_eps, bound,
+    H: tl.constexpr, HP: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, POST: tl.constexpr,
+    BARRIER: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One row of H: its sum over the ranks' buffers (addresses int64 [WORLD]), added in rank order on every rank.
 
-    With NORM, residual += sum and out = RMSNorm(residual); else out = sum. BARRIER: each program waits for its peers; without
-    it a barrier has run before (one barrier a program costs more than the start of one kernel where programs are many).
+    With NORM, residual += sum, or with POST the RMSNorm of the sum by `post`, and out = RMSNorm(residual); else out = sum.
+    BARRIER: each program waits for its peers; without it a barrier has run before (one barrier a program costs more than the
+    start of one kernel where programs are many).
     """
     row = tl.program_id(0)
     h = tl.arange(0, HP)
@@ -95,7 +96,11 @@ def sum_add_norm_kernel(
         part = tl.load(buffers + r).to(tl.pointer_type(DTYPE))
         acc += tl.load(part + at, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        new = (acc.to(DTYPE).to(tl.float32) + old).to(DTYPE)
+        new = acc.to(DTYPE).to(tl.float32)
+        if POST:
+            p = tl.load(post + h, mask=inside, other=0.0).to(tl.float32)
+            new = norm_row(new, p, post_eps, H, DTYPE).to(tl.float32)
+        new = (new + old).to(DTYPE)
         tl.store(residual + at, new, mask=inside)
         tl.store(out + at, norm_row(new.to(tl.float32), w, eps, H, DTYPE), mask=inside)
     else:
