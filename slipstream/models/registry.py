@@ -11,6 +11,7 @@ from slipstream.models.mistral import Ministral, Mistral
 from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
 from slipstream.models.strict import ReadConfig, refuse_unread_keys, refuse_unread_tensors
+from slipstream.models.qwen3_moe import Qwen3Moe
 from slipstream.ops.interface import Ops
 
 Build = Callable[[dict, Any, Ops, int | None], Decoder]  # (config, checkpoint, ops, longest request)
@@ -23,6 +24,7 @@ ARCHITECTURES: dict[str, Build] = {
     "Gemma3ForCausalLM": Gemma3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
 

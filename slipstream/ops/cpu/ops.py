@@ -13,11 +13,12 @@ from torch import Tensor
 
 from slipstream.ops.collective import Collective, Solo
 from slipstream.ops.cpu.activations import activated, gated
+from slipstream.ops.cpu.experts import ExpertLinear, experts
 from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
 from slipstream.ops.interface import Step
-from slipstream.ops.layers import Activation, Attention, Gate
+from slipstream.ops.layers import Activation, Attention, Experts, Gate
 from slipstream.shard import Shard
-from slipstream.weights.packed import Packed, join
+from slipstream.weights.packed import Packed, dense, join
 
 _ROW_BYTES = 1 << 30  # dense copies kept for steps of one row at most: 15 % faster than packed in bfloat16
 _NEAR = 2.0**-6  # of a row's best logit: two steps of bfloat16
@@ -87,6 +88,12 @@ class PlainOps:
             self._row_bytes += tensor.nbytes
             self.weight_bytes += tensor.nbytes
         return Linear(packed, tensor, bias)
+
+    def expert_weight(self, weight: Packed, bias: Tensor | None = None) -> ExpertLinear:
+        """Each expert's layer is prepared by itself, from a copy, so that none keeps the memory of all."""
+        stacked = weight.data
+        layers = [self.weight([dense(w.clone())], None if bias is None else bias[e]) for e, w in enumerate(stacked)]
+        return ExpertLinear(layers, stacked.shape[1], stacked.shape[2])
 
     def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
         width = tensor.numel()
@@ -160,6 +167,9 @@ class PlainOps:
 
     def activated(self, x: Tensor, weight: Linear, activation: Activation, step: Step) -> Tensor:
         return activated(self.linear(x, weight, step), activation)
+
+    def experts(self, x: Tensor, spec: Experts, step: Step) -> Tensor:
+        return experts(x, spec, lambda rows, weight: self.linear(rows, weight, step))
 
     def partial(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         return self.linear(x, weight, step)
