@@ -14,9 +14,10 @@ from torch import Tensor
 from slipstream.ops.collective import Collective, Solo
 from slipstream.ops.cpu.activations import activated, gated
 from slipstream.ops.cpu.experts import ExpertLinear, experts
+from slipstream.ops.cpu.latent import latent_attention
 from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
 from slipstream.ops.interface import Step
-from slipstream.ops.layers import Activation, Attention, Experts, Gate
+from slipstream.ops.layers import Activation, Attention, Experts, Gate, LatentAttention
 from slipstream.shard import Shard
 from slipstream.weights.packed import Packed, dense, join
 
@@ -142,6 +143,15 @@ class PlainOps:
         if spec.rotary is not None:
             self._rotate(x[:, :turned], spec.rotary, step)
         return paged_attention(x, spec, step)
+
+    def latent_attention(self, q: Tensor, kv: Tensor, spec: LatentAttention, step: PagedStep) -> Tensor:
+        if not spec.num_heads:
+            return q
+        x, latent = q.view(len(q), spec.num_heads, -1), kv[:, : spec.latent_dim]
+        latent.copy_(self.norm(latent, spec.norm, step))
+        self._rotate(x[..., spec.nope_dim :], spec.rotary, step)
+        self._rotate(kv[:, None, spec.latent_dim :], spec.rotary, step)
+        return latent_attention(x, kv, spec, step)
 
     def _rotate(self, x: Tensor, rotary: Tensor, step: PagedStep) -> None:
         """Turns the first elements of each head of x [T, heads, head_dim] in place."""
