@@ -19,7 +19,10 @@ class SafetensorsCheckpoint:
         self.config = read_config(folder)
         if self.config.get("quantization_config"):
             method = self.config["quantization_config"].get("quant_method", "unknown")
-            raise ModelError(f"{folder}: weights quantized with {method} cannot be read; use the unquantized model or a GGUF")
+            if method != "mxfp4":  # which only gpt-oss has; another model's tensors are not found
+                raise ModelError(
+                    f"{folder}: weights quantized with {method} cannot be read; use the unquantized model or a GGUF"
+                )
         self._open = functools.lru_cache(maxsize=None)(self._open_file)
         self._files = self._index()
 

@@ -89,11 +89,14 @@ def randomize(model, seed: int = 0) -> None:
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
             if value.dim() > 1:
-                value.copy_(noise * 1.2 / math.sqrt(value[0].numel()))
+                value.copy_(noise * 1.2 / math.sqrt(value.shape[-1] if ".experts." in name else value[0].numel()))
             elif "norm" in name and name.endswith("weight"):
                 value.copy_(1 + 0.1 * noise)
             else:
                 value.copy_(0.1 * noise)
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(0.1 * torch.randn(value.shape, generator=generator))
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:
