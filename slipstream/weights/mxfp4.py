@@ -18,4 +18,4 @@ def dequantize(blocks: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [..., n, 16] and [..., n] to [..., 32 n]; exact in bfloat16 and float32 but for exponents at their ends."""
     values = _PAIRS.to(blocks.device)[blocks.int()].view(*exponents.shape, BLOCK)
     scaled = torch.ldexp(values, exponents.int()[..., None] - _BIAS)
-    return scaled.to(dtype).view(*exponents.shape[:-1], -1)
+    return scaled.to(dtype).flatten(-2)

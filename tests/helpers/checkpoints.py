@@ -62,6 +62,13 @@ def tiny_gemma3(**overrides) -> pathlib.Path:
     return _folder("gemma3_text", json.dumps({**base, **overrides}, sort_keys=True))
 
 
+def tiny_qwen3_moe(**overrides) -> pathlib.Path:
+    """A Qwen3-MoE of 2 layers, 6 query and 2 key heads of 16, and 6 experts of which a token takes 2."""
+    base = {"hidden_size": 96, "intermediate_size": 200, "moe_intermediate_size": 40, "num_hidden_layers": 2}
+    base |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2}
+    return _folder("qwen3_moe", json.dumps({**base, "norm_topk_prob": True, **overrides}, sort_keys=True))
+
+
 @functools.cache
 def _folder(family: str, arguments: str) -> pathlib.Path:
     import torch

@@ -11,9 +11,11 @@ from slipstream.errors import ModelError
 from slipstream.models.registry import build
 from slipstream.ops.cpu.ops import PlainOps
 from slipstream.shard import Shard
+from slipstream.weights import mxfp4
 from slipstream.weights.checkpoint import open_checkpoint
 from slipstream.weights.dummy import DummyCheckpoint
-from slipstream.weights.experts import ExpertShape, read_experts
+from slipstream.weights.experts import ExpertShape, read_experts, read_interleaved_experts
+from tests.device.groups import Group, request
 from tests.helpers import checkpoints
 from tests.models.test_golden import reference, run
 
@@ -118,3 +120,120 @@ def test_random_experts_are_the_same_on_any_number_of_ranks():
     assert torch.equal(gates, whole[0].data[:, :20])
     assert torch.equal(torch.cat([p[1].data for p in parts], 2), whole[1].data)
     build(DummyCheckpoint(pathlib.Path("config.json"), config, 0), PlainOps(torch.float32))
+
+
+PROMPT = np.random.default_rng(7).integers(3, 300, 48).tolist()
+OTHER = np.random.default_rng(8).integers(3, 300, 60).tolist()
+SERVED = ("qwen3_moe, with a plain layer", "gpt_oss", "deepseek_v3")
+
+
+def greedy(group: Group, prompt: list[int], count: int, slot: int = 0) -> list[int]:
+    return group.generate([prompt], count, chunk=16, slots=[slot])[0][0]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SERVED)
+def test_a_request_goes_on_after_preemption_offload_and_a_prefix_hit(name, size):
+    """Computed again with the tokens that it had given; offloaded, from its pages; and from another request's pages."""
+    path = MODELS[name]()
+    with Group(path, slots=4, max_len=128) as group:
+        expected = greedy(group, PROMPT, 10)
+        assert len(set(expected)) > 4
+    with Group(path, size, slots=4, max_len=128, host_pages=8) as group:
+        assert greedy(group, PROMPT, 4) == expected[:4]
+        places, tables = group.pages([0]), range(len(group.limits.tables))
+        held = [places[(places[:, 0] == t) & (places[:, 2] < 3)][:, 3].tolist() for t in tables]
+        for rank in group.ranks:
+            for t in tables:
+                rank.offload(t, tuple(held[t]), (4, 0, 2))
+        shared = places[places[:, 2] < 2]
+        shared[:, 1] = 3
+        own = group.pages([3])
+        group.init_slot(3, request(3, PROMPT, 30))
+        group.launch([(3, 32, 16, True)], np.concatenate([own[own[:, 2] >= 2], shared]))
+        assert [int(group.outcome().tokens[0, 0]), *decode(group, 3, 48, 5)] == expected[:6]
+        greedy(group, OTHER, 20)  # overwrites the pages
+        assert greedy(group, PROMPT + expected[:4], 6, slot=1) == expected[4:]
+        target = group.pages([2])
+        group.init_slot(2, request(2, PROMPT, 30))
+        for rank in group.ranks:
+            for t in tables:
+                into = target[(target[:, 0] == t) & (target[:, 2] < 3)][:, 3].tolist()
+                rank.restore(t, (4, 0, 2), tuple(into))
+        group.launch([(2, 47, 1, True)], target)  # the last of the prompt again, whose key and value are there already
+        assert [int(group.outcome().tokens[0, 0]), *decode(group, 2, 48, 5)] == expected[:6]
+
+
+def decode(group: Group, slot: int, start: int, count: int) -> list[int]:
+    found = []
+    for position in range(start, start + count):
+        group.launch([(slot, position, 1, True)])
+        found.append(int(group.outcome().tokens[0, 0]))
+    return found
+
+
+def test_mxfp4_is_dequantized_bit_for_bit_as_by_transformers():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 64, 3, 16), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(0, 255, (2, 64, 3), dtype=torch.uint8, generator=generator)
+    for dtype, kind in ((torch.float32, torch.int32), (torch.bfloat16, torch.int16)):
+        found = mxfp4.dequantize(blocks, exponents, dtype)
+        theirs = convert_moe_packed_tensors(blocks, exponents, dtype=dtype).transpose(1, 2)
+        assert torch.equal(found.contiguous().view(kind), theirs.contiguous().view(kind))
+
+
+def test_packed_experts_of_gpt_oss_are_read_as_plain_ones(tmp_path):
+    """Each rank reads only the blocks that its columns lie in, also where they begin within one."""
+    from safetensors.torch import save_file
+
+    count, inner, hidden = 3, 96, 64
+    generator, prefix, packed, plain = torch.Generator().manual_seed(1), "mlp.experts.", {}, {}
+    for name, out, width in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        blocks = torch.randint(0, 256, (count, out, width // 32, 16), dtype=torch.uint8, generator=generator)
+        exponents = torch.randint(120, 130, (count, out, width // 32), dtype=torch.uint8, generator=generator)
+        packed |= {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": exponents}
+        plain[prefix + name] = mxfp4.dequantize(blocks, exponents, torch.float32).transpose(1, 2).contiguous()
+    both = []
+    for folder, tensors, method in (("packed", packed, "mxfp4"), ("plain", plain, "")):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        more = {"quantization_config": {"quant_method": method}} if method else {}
+        (tmp_path / folder / "config.json").write_text(json.dumps(more))
+        both.append(open_checkpoint(tmp_path / folder))
+    for part in ((0, 96), (0, 40), (40, 70), (96, 96)):
+        shape = ExpertShape(count, inner, hidden, part)
+        one, other = (read_interleaved_experts(c, prefix, shape, torch.float32) for c in both)
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a.data, b.data), part
+    gate_up = read_interleaved_experts(both[1], prefix, ExpertShape(count, inner, hidden, (40, 70)), torch.float32)[0]
+    assert torch.equal(gate_up.data[:, :30], plain[prefix + "gate_up_proj"].transpose(1, 2)[:, 80:140:2])
+
+
+@pytest.mark.parametrize(
+    "family, base, fields, said",
+    [
+        ("GptOss", "gpt", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0"),
+        ("GptOss", "gpt", {"experts_per_token": 3}, "experts_per_token is 3 and num_experts_per_tok is 2"),
+        ("DeepseekV3", "deep", {"scoring_func": "softmax"}, "scoring_func 'softmax'.*'sigmoid' is"),
+        ("DeepseekV3", "deep", {"topk_method": "greedy"}, "topk_method 'greedy'.*noaux_tc"),
+        ("DeepseekV3", "deep", {"n_group": 3}, "n_group is 3 .* do not fit 8"),
+        ("DeepseekV3", "deep", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("DeepseekV3", "deep", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+        ("DeepseekV2", "deep", {"norm_topk_prob": True}, "norm_topk_prob is true"),
+    ],
+)
+def test_settings_of_other_families_are_refused_by_name(family, base, fields, said):
+    config = {"architectures": [family + "ForCausalLM"], "vocab_size": 320, "max_position_embeddings": 512}
+    config |= {**(GPT_OSS if base == "gpt" else DEEPSEEK), **fields}
+    with pytest.raises(ModelError, match=said):
+        build(DummyCheckpoint(pathlib.Path("config.json"), config, 0), PlainOps(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "family, base", [("Mixtral", MIXTRAL), ("GptOss", GPT_OSS), ("DeepseekV2", DEEPSEEK), ("DeepseekV3", DEEPSEEK)]
+)
+def test_every_family_is_made_of_random_weights(family, base):
+    config = {"architectures": [family + "ForCausalLM"], "vocab_size": 320, "max_position_embeddings": 512, **base}
+    assert build(DummyCheckpoint(pathlib.Path("config.json"), config, 0), PlainOps(torch.float32)).vocab == 320

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.ops.cpu.paged import Chunk, PagedStep, Singles, flash, join_parts, padded_chunk
 from slipstream.ops.layers import LatentAttention
 
-_BLOCK_TOKENS = 2048  # cached tokens whose keys and values of all heads exist at a time
+_BLOCK_TOKENS = 2048  # cached tokens whose keys and values of all heads exist at a time; no block is padding alone
 
 
 def latent_attention(q: Tensor, kv: Tensor, spec: LatentAttention, step: PagedStep) -> Tensor:
@@ -33,7 +33,7 @@ def latent_attention(q: Tensor, kv: Tensor, spec: LatentAttention, step: PagedSt
     for chunk in table.chunks:
         rows = slice(chunk.first, chunk.last)
         out[rows] = _chunk(q[rows], kv[rows], spec, chunk, cache)
-    return out.view(q.shape[0], -1)
+    return out.reshape(q.shape[0], -1)
 
 
 def _into_latent(q: Tensor, spec: LatentAttention) -> Tensor:
