@@ -226,14 +226,18 @@ class Llama:
         )  # fmt: skip
 
     def feed_forward(self, i: int, prefix: str) -> Mixer:
+        return self.gated_mlp(prefix, self.config.intermediate)
+
+    def gated_mlp(self, prefix: str, inner: int) -> GatedMLP:
+        """A gated MLP of `inner` columns."""
         c = self.config
         # split evenly even where ranks hold unequal heads: they wait for each other after each sublayer
-        part = self.ops.shard.even(c.intermediate)
-        rows = {name: (c.intermediate, part) for name in ("gate_proj", "up_proj")}
+        part = self.ops.shard.even(inner)
+        rows = {name: (inner, part) for name in ("gate_proj", "up_proj")}
         return GatedMLP(
             self.ops,
             self.column_parallel(prefix, rows, c.mlp_bias),
-            self.row_parallel(prefix + "down_proj", c.intermediate, part, c.mlp_bias),
+            self.row_parallel(prefix + "down_proj", inner, part, c.mlp_bias),
             c.gate,
         )
 

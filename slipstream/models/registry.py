@@ -6,11 +6,15 @@ from typing import Any
 
 from slipstream.errors import ModelError
 from slipstream.models.decoder import Decoder
+from slipstream.models.deepseek import DeepseekV2, DeepseekV3
 from slipstream.models.gemma import Gemma2, Gemma3
+from slipstream.models.gpt_oss import GptOss
 from slipstream.models.llama import Llama
 from slipstream.models.mistral import Ministral, Mistral
+from slipstream.models.mixtral import Mixtral
 from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
+from slipstream.models.qwen3_moe import Qwen3Moe
 from slipstream.models.strict import ReadConfig, refuse_unread_keys, refuse_unread_tensors
 from slipstream.ops.interface import Ops
 
@@ -22,8 +26,13 @@ ARCHITECTURES: dict[str, Build] = {
     "MinistralForCausalLM": Ministral,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "DeepseekV2ForCausalLM": DeepseekV2,
+    "DeepseekV3ForCausalLM": DeepseekV3,
+    "GptOssForCausalLM": GptOss,
+    "MixtralForCausalLM": Mixtral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
 

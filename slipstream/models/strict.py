@@ -13,6 +13,7 @@ _NO_EFFECT = frozenset(
     + ("quantization_config",)  # for the checkpoint to read or to refuse
     # training
     + ("initializer_range", "initializer_factor", "pretraining_tp", "router_aux_loss_coef", "output_router_logits")
+    + ("aux_loss_alpha", "seq_aux", "ep_size", "router_jitter_noise")
     + ("gradient_checkpointing", "embd_pdrop", "resid_pdrop", "attn_pdrop")
     # how to sample unless a request says so; classes of classifiers
     + ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_length", "id2label", "label2id")

@@ -133,8 +133,9 @@ class Routing:
     choice_bias: Tensor | None = None  # float32 [experts], added to the scores for the choice alone (DeepSeek-V3)
     normed: bool = False  # the weights of the chosen are divided by their sum
     scale: float = 1.0  # of the weights at last
-    groups: int = 1  # experts stand in groups of equal size, of which the `top_groups` best, by the sum of their two best
-    top_groups: int = 1  # scores, can be chosen from
+    groups: int = 1  # experts stand in groups of equal size, of which the `top_groups` best, by the sum of their `group_best`
+    top_groups: int = 1  # best scores, can be chosen from
+    group_best: int = 2  # how many of a group's best scores its own is the sum of: 1 in DeepSeek-V2
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,10 +52,11 @@ class Checkpoint(Protocol):
         *,
         rows: tuple[int, int] | None = None,
         cols: tuple[int, int] | None = None,
+        inner: tuple[int, int] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """A contiguous copy of a part of the tensor: `rows` [start, stop) of its first dimension, `cols` of its second.
+        """A contiguous copy of a part of the tensor: [start, stop) of its first, second and third dimension.
 
         `shape` is the whole tensor's shape as the caller expects it: checked against the file, and needed for random weights.
         `dtype` None keeps what is stored (float32 for GGUF and random weights). Raises ModelError for a tensor that is missing

@@ -54,19 +54,28 @@ def _fan_in(name: str, shape: tuple[int, ...]) -> int:
 
 
 def dummy_tensor(
-    seed: int, name: str, shape: tuple[int, ...], rows: range, cols: range, dtype: torch.dtype, device: torch.device
+    seed: int,
+    name: str,
+    shape: tuple[int, ...],
+    rows: range,
+    cols: range,
+    inner: range,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """[len(rows), len(cols), *shape[2:]] of normal values with standard deviation 1.2 / sqrt(fan in); norms' weights are ones.
+    """[len(rows), len(cols), len(inner), *shape[3:]] of normal values with standard deviation 1.2 / sqrt(fan in).
 
-    `rows` and `cols` cut the first and the second dimension of `shape`. float32 arithmetic, then one rounding to `dtype`.
+    Norms' weights are ones. `rows`, `cols` and `inner` cut the first three dimensions of `shape`, those that it has. float32
+    arithmetic, then one rounding to `dtype`.
     """
-    inner = shape[2:]
-    part = (len(rows), len(cols), *inner)[: max(len(shape), 1)]
+    part = (len(rows), len(cols), len(inner), *shape[3:])[: max(len(shape), 1)]
     if "norm" in name and name.endswith("weight"):
         return torch.ones(part, dtype=dtype, device=device)
-    width = math.prod(inner)
+    depth, width = math.prod(shape[2:]), math.prod(shape[3:])
     key_row, key_all = _key(seed, name)
-    columns = torch.arange(cols.start * width, cols.stop * width, dtype=torch.int32, device=device) * _COLUMN + key_all
+    columns = torch.arange(cols.start, cols.stop, dtype=torch.int32, device=device)[:, None] * depth
+    columns = columns + torch.arange(inner.start * width, inner.stop * width, dtype=torch.int32, device=device)
+    columns = columns.view(-1) * _COLUMN + key_all
     lines = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=device)
     lines = _mix(_mix(lines ^ key_row) + key_row)
     scale = 1.2 / math.sqrt(_fan_in(name, shape)) / _IRWIN_HALL_STD
@@ -102,10 +111,12 @@ class DummyCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         raise ModelError(f"{name}: random weights have the shape that is asked for, none of their own")
 
-    def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
+    def tensor(
+        self, name, shape=None, *, rows=None, cols=None, inner=None, dtype=None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         shape = tuple(self.shape(name) if shape is None else shape)
-        across, along = cut(shape, rows, cols, name)
-        return dummy_tensor(self.seed, name, shape, across, along, dtype or torch.float32, torch.device(device))
+        parts = cut(shape, rows, cols, name, inner)
+        return dummy_tensor(self.seed, name, shape, *parts, dtype or torch.float32, torch.device(device))
 
     def linear(self, name, shape, *, rows=None, cols=None, **options) -> Packed:
         return DENSE.read(self.tensor, name, shape, rows, cols, **options)

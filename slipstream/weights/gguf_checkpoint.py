@@ -70,18 +70,21 @@ class GGUFCheckpoint:
                 return head * head_dim + 2 * i + half
         return slice(rows.start, rows.stop)
 
-    def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
+    def tensor(
+        self, name, shape=None, *, rows=None, cols=None, inner=None, dtype=None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         whole, info, expert = self._find(name)
         stored = self.shape(name)
         check_shape(name, stored, shape, self.config)
         self._read.add(whole)
-        across, along = cut(stored, rows, cols, name)
+        across, along, within = cut(stored, rows, cols, name, inner)
         raw = self.file.raw(info.name)
         if expert is not None:
             raw = raw[expert]
         if len(stored) == 3:
             part = raw[across.start : across.stop, along.start : along.stop]
             value = dequant.dequantize(part.reshape(-1, info.row_bytes), info.qtype).view(*part.shape[:2], stored[2])
+            value = value[:, :, within.start : within.stop]
         elif len(stored) == 1:
             value = dequant.dequantize(raw, info.qtype)[0]
             part = self._source_rows(name, across)

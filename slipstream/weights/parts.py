@@ -15,11 +15,15 @@ def _bounds(part: Part | None, size: int, name: str) -> range:
     return range(start, stop)
 
 
-def cut(shape: tuple[int, ...], rows: Part | None, cols: Part | None, name: str) -> tuple[range, range]:
-    """The asked part of the first two dimensions; a missing second one counts as 1. Raises ValueError for a part outside."""
-    if cols is not None and len(shape) < 2:
-        raise ValueError(f"{name} has one dimension and no columns")
-    return _bounds(rows, shape[0] if shape else 1, name), _bounds(cols, shape[1] if len(shape) > 1 else 1, name)
+def cut(
+    shape: tuple[int, ...], rows: Part | None, cols: Part | None, name: str, inner: Part | None = None
+) -> tuple[range, range, range]:
+    """The asked part of the first three dimensions; a missing one counts as 1. Raises ValueError for a part outside."""
+    for part, least, what in ((cols, 2, "columns"), (inner, 3, "inner part")):
+        if part is not None and len(shape) < least:
+            raise ValueError(f"{name} has {len(shape)} dimensions and no {what}")
+    first, second, third = (*shape, 1, 1, 1)[:3]
+    return _bounds(rows, first, name), _bounds(cols, second, name), _bounds(inner, third, name)
 
 
 def check_shape(name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None, config: dict) -> None:

@@ -19,7 +19,10 @@ class SafetensorsCheckpoint:
         self.config = read_config(folder)
         if self.config.get("quantization_config"):
             method = self.config["quantization_config"].get("quant_method", "unknown")
-            raise ModelError(f"{folder}: weights quantized with {method} cannot be read; use the unquantized model or a GGUF")
+            if method != "mxfp4":  # which only gpt-oss has; another model's tensors are not found
+                raise ModelError(
+                    f"{folder}: weights quantized with {method} cannot be read; use the unquantized model or a GGUF"
+                )
         self._open = functools.lru_cache(maxsize=None)(self._open_file)
         self._files = self._index()
 
@@ -73,18 +76,22 @@ class SafetensorsCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def tensor(self, name, shape=None, *, rows=None, cols=None, dtype=None, device: torch.device | str = "cpu") -> torch.Tensor:
+    def tensor(
+        self, name, shape=None, *, rows=None, cols=None, inner=None, dtype=None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
         part = self._slice(name)
         stored = tuple(part.get_shape())
         check_shape(name, stored, shape, self.config)
         self._read.add(name)
         if not stored:
             return part[...].to(device=device, dtype=dtype)
-        across, along = cut(stored, rows, cols, name)
+        across, along, within = cut(stored, rows, cols, name, inner)
         if len(stored) == 1:
             value = part[across.start : across.stop]
-        else:
+        elif len(stored) == 2:
             value = part[across.start : across.stop, along.start : along.stop]
+        else:
+            value = part[across.start : across.stop, along.start : along.stop, within.start : within.stop]
         return value.to(device=device, dtype=dtype).contiguous()
 
     def linear(self, name, shape, *, rows=None, cols=None, **options) -> Packed:

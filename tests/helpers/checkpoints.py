@@ -62,6 +62,13 @@ def tiny_gemma3(**overrides) -> pathlib.Path:
     return _folder("gemma3_text", json.dumps({**base, **overrides}, sort_keys=True))
 
 
+def tiny_qwen3_moe(**overrides) -> pathlib.Path:
+    """A Qwen3-MoE of 2 layers, 6 query and 2 key heads of 16, and 6 experts of which a token takes 2."""
+    base = {"hidden_size": 96, "intermediate_size": 200, "moe_intermediate_size": 40, "num_hidden_layers": 2}
+    base |= {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2}
+    return _folder("qwen3_moe", json.dumps({**base, "norm_topk_prob": True, **overrides}, sort_keys=True))
+
+
 def tiny(family: str, **fields) -> pathlib.Path:
     """A small model of any of transformers' decoder families, by the fields of its config."""
     return _folder(family, json.dumps(fields, sort_keys=True))
@@ -94,11 +101,14 @@ def randomize(model, seed: int = 0) -> None:
         for name, value in model.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
             if value.dim() > 1:
-                value.copy_(noise * 1.2 / math.sqrt(value[0].numel()))
+                value.copy_(noise * 1.2 / math.sqrt(value.shape[-1] if ".experts." in name else value[0].numel()))
             elif "norm" in name and name.endswith("weight"):
                 value.copy_(1 + 0.1 * noise)
             else:
                 value.copy_(0.1 * noise)
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.copy_(0.1 * torch.randn(value.shape, generator=generator))
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:

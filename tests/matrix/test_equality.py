@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.helpers.checkpoints import tiny_gemma3, tiny_llama
+from tests.helpers.checkpoints import tiny_gemma3, tiny_llama, tiny_qwen3_moe
 from tests.helpers.server import Server
 from tests.matrix.requests import ARRIVALS, VOCABULARY, answer_of, differences, make_requests
 from tests.matrix.settings import ALL, ODD, PLAINEST, Setting, pairwise
@@ -42,7 +42,16 @@ def windowed():
         yield Reference(server, model)
 
 
+@pytest.fixture(scope="module")
+def expert():
+    """A mixture of experts in every layer; its pages are as large as those of `reference`."""
+    model = str(tiny_qwen3_moe(vocab_size=VOCABULARY))
+    with Server(*PLAINEST.flags(), model=model) as server:
+        yield Reference(server, model)
+
+
 FEW = [*pairwise(ALL), ODD]
+EXPERT = [Setting(2, "64", "cached", "scarce", "async")]
 WINDOWED = [Setting(2, "16", "cached", "scarce", "async")]
 
 
@@ -57,6 +66,13 @@ def test_no_way_of_scheduling_changes_an_answer(reference: Reference, setting: S
 )
 def test_no_way_of_scheduling_changes_a_windowed_models_answer(windowed: Reference, setting: Setting, record_property):
     judge(windowed, setting, record_property)
+
+
+@pytest.mark.parametrize(
+    "setting", [*EXPERT, *(pytest.param(s, marks=pytest.mark.slow) for s in ALL if s not in EXPERT)], ids=str
+)
+def test_no_way_of_scheduling_changes_an_expert_models_answer(expert: Reference, setting: Setting, record_property):
+    judge(expert, setting, record_property)
 
 
 def judge(reference: Reference, setting: Setting, record_property) -> None:

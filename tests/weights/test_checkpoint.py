@@ -122,6 +122,8 @@ def test_random_weights_are_the_same_for_every_slicing():
         assert torch.equal(part, whole[slice(*rows), slice(*cols)])
     experts = dummy().tensor("mlp.experts.gate_up_proj", (4, 6, 5))
     assert torch.equal(dummy().tensor("mlp.experts.gate_up_proj", (4, 6, 5), rows=(1, 3), cols=(2, 4)), experts[1:3, 2:4])
+    part = dummy().tensor("mlp.experts.gate_up_proj", (4, 6, 5), cols=(2, 4), inner=(1, 4))
+    assert torch.equal(part, experts[:, 2:4, 1:4])
     bias = dummy().tensor("x.bias", (50,))
     assert torch.equal(dummy().tensor("x.bias", (50,), rows=(7, 20)), bias[7:20])
 

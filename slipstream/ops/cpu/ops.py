@@ -13,11 +13,13 @@ from torch import Tensor
 
 from slipstream.ops.collective import Collective, Solo
 from slipstream.ops.cpu.activations import activated, gated
+from slipstream.ops.cpu.experts import ExpertLinear, experts
+from slipstream.ops.cpu.latent import latent_attention
 from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
 from slipstream.ops.interface import Step
-from slipstream.ops.layers import Activation, Attention, Gate
+from slipstream.ops.layers import Activation, Attention, Experts, Gate, LatentAttention
 from slipstream.shard import Shard
-from slipstream.weights.packed import Packed, join
+from slipstream.weights.packed import Packed, dense, join
 
 _ROW_BYTES = 1 << 30  # dense copies kept for steps of one row at most: 15 % faster than packed in bfloat16
 _NEAR = 2.0**-6  # of a row's best logit: two steps of bfloat16
@@ -88,6 +90,12 @@ class PlainOps:
             self.weight_bytes += tensor.nbytes
         return Linear(packed, tensor, bias)
 
+    def expert_weight(self, weight: Packed, bias: Tensor | None = None) -> ExpertLinear:
+        """Each expert's layer is prepared by itself, from a copy, so that none keeps the memory of all."""
+        stacked = weight.data
+        layers = [self.weight([dense(w.clone())], None if bias is None else bias[e]) for e, w in enumerate(stacked)]
+        return ExpertLinear(layers, stacked.shape[1], stacked.shape[2])
+
     def norm_weight(self, tensor: Tensor, eps: float) -> Norm:
         width = tensor.numel()
         self.weight_bytes += 4 * width
@@ -136,6 +144,15 @@ class PlainOps:
             self._rotate(x[:, :turned], spec.rotary, step)
         return paged_attention(x, spec, step)
 
+    def latent_attention(self, q: Tensor, kv: Tensor, spec: LatentAttention, step: PagedStep) -> Tensor:
+        if not spec.num_heads:
+            return q
+        x, latent = q.view(len(q), spec.num_heads, -1), kv[:, : spec.latent_dim]
+        latent.copy_(self.norm(latent, spec.norm, step))
+        self._rotate(x[..., spec.nope_dim :], spec.rotary, step)
+        self._rotate(kv[:, None, spec.latent_dim :], spec.rotary, step)
+        return latent_attention(x, kv, spec, step)
+
     def _rotate(self, x: Tensor, rotary: Tensor, step: PagedStep) -> None:
         """Turns the first elements of each head of x [T, heads, head_dim] in place."""
         cos, sin = self._rotation(rotary, step)
@@ -160,6 +177,9 @@ class PlainOps:
 
     def activated(self, x: Tensor, weight: Linear, activation: Activation, step: Step) -> Tensor:
         return activated(self.linear(x, weight, step), activation)
+
+    def experts(self, x: Tensor, spec: Experts, step: Step) -> Tensor:
+        return experts(x, spec, lambda rows, weight: self.linear(rows, weight, step))
 
     def partial(self, x: Tensor, weight: Linear, step: Step) -> Tensor:
         return self.linear(x, weight, step)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.ops.layers import Attention
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _PAST_TOKENS = 64  # the cached tokens that a chunk reads are padded to a multiple of this
 _WIDE = 16  # pages; from here on, rows of very different lengths are not padded to one length
 
@@ -198,7 +198,7 @@ def _attention(
     Causal: row i sees the keys up to the i-th.
     """
     if not spec.softcap:
-        return _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
+        return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale)
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(spec.scale / spec.softcap).tanh_().mul_(spec.softcap)
     if causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
@@ -228,7 +228,7 @@ def _attend_singles(x: Tensor, spec: Attention, group: Singles, cache: Tensor) -
     return out.reshape(n, -1)
 
 
-def _padded(x: Tensor) -> Tensor:
+def padded_chunk(x: Tensor) -> Tensor:
     """The rows of a chunk and some more behind them, where no row of it looks."""
     return torch.cat([x, x[: padded_rows(len(x)) - len(x)]])
 
@@ -242,7 +242,7 @@ def _past(chunk: Chunk, cache: Tensor, x: Tensor) -> Tensor:
 
 def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, _: int) -> None:
     num_q_heads, keys, dim = spec.heads.num_q_heads, spec.heads.num_kv_heads, spec.head_dim
-    x = _padded(x)
+    x = padded_chunk(x)
     n, share = x.shape[0], num_q_heads // keys
     q = x[:, :num_q_heads].transpose(0, 1)  # [queries, n, dim]
     k, v = (part.transpose(0, 1).repeat_interleave(share, 0) for part in (x[:, num_q_heads:-keys], x[:, -keys:]))
@@ -252,14 +252,14 @@ def _attend_chunk(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: 
         old, old_lse = _attention(
             q.reshape(1, keys, share * n, dim), past[None, :keys], past[None, keys:], spec, mask=chunk.mask
         )  # fmt: skip
-        own, lse = _join(own, lse, old.reshape(own.shape), old_lse.reshape(lse.shape))
+        own, lse = join_parts(own, lse, old.reshape(own.shape), old_lse.reshape(lse.shape))
     _finish_chunk(own, lse, spec, out)
 
 
 def _attend_windowed(x: Tensor, spec: Attention, chunk: Chunk, cache: Tensor, out: Tensor, window: int) -> None:
     """A chunk's tokens over the cached ones that the window of the first reaches, and over themselves."""
     num_q_heads, keys = spec.heads.num_q_heads, spec.heads.num_kv_heads
-    x, past = _padded(x), _past(chunk, cache, x)
+    x, past = padded_chunk(x), _past(chunk, cache, x)
     n, cached = len(x), chunk.start - chunk.begin
     both = torch.cat([past, x[:, num_q_heads:]]).transpose(0, 1)
     k, v = (part.repeat_interleave(num_q_heads // keys, 0) for part in (both[:keys], both[keys:]))
@@ -280,7 +280,7 @@ def _finish_chunk(found: Tensor, lse: Tensor, spec: Attention, out: Tensor) -> N
     out.view(len(out), *found.shape[1::2]).copy_(found[0, :, : len(out)].transpose(0, 1))
 
 
-def _join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+def join_parts(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The attention over two disjoint sets of keys, and its log-sum-exp, from that over each."""
     share = torch.sigmoid(a_lse - b_lse)[..., None]
     return torch.lerp(b.to(share.dtype), a.to(share.dtype), share), torch.logaddexp(a_lse, b_lse)

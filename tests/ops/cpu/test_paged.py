@@ -102,13 +102,13 @@ def test_a_chunk_does_not_see_what_another_left_in_its_last_page():
 
 def test_attention_meets_few_sizes_whatever_the_lengths(monkeypatch):
     """oneDNN keeps kernels for each size for ever."""
-    real, met = paged._flash, set()
+    real, met = paged.flash, set()
 
     def watch(q, k, v, *args, **kw):
         met.add((q.shape[2], k.shape[2]))
         return real(q, k, v, *args, **kw)
 
-    monkeypatch.setattr(paged, "_flash", watch)
+    monkeypatch.setattr(paged, "flash", watch)
     for n in range(2, 200, 3):
         attend([(n, n)], torch.float32)
     few = {padded_rows(n) for n in range(200)}
