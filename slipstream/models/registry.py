@@ -10,6 +10,7 @@ from slipstream.models.llama import Llama
 from slipstream.models.mistral import Ministral, Mistral
 from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
+from slipstream.models.qwen3_5 import Qwen35
 from slipstream.models.strict import ReadConfig, refuse_unread_keys, refuse_unread_tensors
 from slipstream.ops.interface import Ops
 
@@ -23,6 +24,8 @@ ARCHITECTURES: dict[str, Build] = {
     "Gemma3ForCausalLM": Gemma3,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35,
 }
 
 
