@@ -8,6 +8,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.gemma import Gemma2, Gemma3
 from slipstream.models.llama import Llama
 from slipstream.models.mistral import Ministral, Mistral
+from slipstream.models.nemotron_h import NemotronH
 from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
 from slipstream.models.qwen3_5 import Qwen35
@@ -22,6 +23,7 @@ ARCHITECTURES: dict[str, Build] = {
     "MinistralForCausalLM": Ministral,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "NemotronHForCausalLM": NemotronH,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3_5ForCausalLM": Qwen35,

@@ -38,7 +38,18 @@ def qwen():
     return checkpoints._folder("qwen3_5_text", json.dumps(QWEN, sort_keys=True))
 
 
-FAMILIES = {"Qwen3.5": qwen}
+NEMOTRON = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"], "mamba_num_heads": 6,
+    "mamba_head_dim": 16, "n_groups": 3, "ssm_state_size": 16, "use_bias": True, "mamba_ssm_cache_dtype": "float32",
+}  # fmt: skip
+
+
+def nemotron():
+    return checkpoints._folder("nemotron_h", json.dumps(NEMOTRON, sort_keys=True))
+
+
+FAMILIES = {"Qwen3.5": qwen, "Nemotron-H": nemotron}
 
 
 def reference(path) -> list[torch.Tensor]:
