@@ -185,3 +185,32 @@ def test_a_config_that_contradicts_itself_is_refused_by_name():
     ):
         with pytest.raises(ModelError, match=said):
             build(DummyCheckpoint(qwen(), {**config, **fields}, 0), PlainOps(torch.float32))
+
+
+def test_the_shape_of_a_released_model_builds_with_random_weights():
+    """Qwen3.5-9B's config with a 32nd of its sizes, and one period of its layers."""
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16", "vocab_size": 7760, "hidden_size": 128,
+        "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "hidden_act": "silu", "max_position_embeddings": 65536, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
+        "use_cache": True, "tie_word_embeddings": False, "rope_parameters": {**QWEN["rope_parameters"], "rope_theta": 1e7},
+        "attention_bias": False, "attention_dropout": 0.0, "head_dim": 16, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "pad_token_id": None, "eos_token_id": 248044,
+        "model_type": "qwen3_5_text",
+    }  # fmt: skip
+    model = build(DummyCheckpoint(qwen(), config, 0), PlainOps(torch.bfloat16), 256)
+    assert [type(layout).__name__ for layout in model.caches] == ["PerSlot"] * 3 + ["Paged"]
+    assert [(a.shape, a.dtype) for a in model.caches[0].arrays] == [((512, 3), "bfloat16"), ((32, 8, 8), "float32")]
+
+
+@pytest.mark.parametrize(
+    "pattern, said",
+    [("M*-E", "'moe' of layer 3 is not supported"), ("M*-", "layers_block_type names 3 layers, and num_hidden_layers is 4")],
+)
+def test_layers_of_nemotron_h_that_cannot_run_are_refused_by_name(pattern, said):
+    config = json.loads((nemotron() / "config.json").read_text())
+    del config["layers_block_type"]
+    config |= {"hybrid_override_pattern": pattern, "num_hidden_layers": 4}
+    with pytest.raises(ModelError, match=said):
+        build(DummyCheckpoint(nemotron(), config, 0), PlainOps(torch.float32))
