@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from slipstream.log.caches import CacheLayout, Limits, TableLimits, state_bytes, table_values, windows
+from slipstream.log.caches import CacheLayout, Limits, PerSlot, TableLimits, state_bytes, table_values, windows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 MAX_PAGES = 1 << 20  # of one table, where memory sets no bound
@@ -45,6 +45,11 @@ class CacheNeeds:
         return state_bytes(self.layouts) * (self.slots + 2)
 
     @property
+    def has_state(self) -> bool:
+        """Whether the model keeps state by slot; a rank without heads has arrays of no bytes."""
+        return any(isinstance(layout, PerSlot) for layout in self.layouts)
+
+    @property
     def least_bytes(self) -> int:
         """The least bytes that hold one page of each table."""
         return self.state_bytes + sum(self.page_bytes)
@@ -67,9 +72,10 @@ class CacheNeeds:
         each = state_bytes(self.layouts)
         rest = memory - self.state_bytes
         snapshots = 0
-        if each and caching:
+        if self.has_state and caching:
             spare = rest - sum(self.page_bytes)
-            snapshots = min(SNAPSHOTS_PER_SLOT * self.slots, int(spare * SNAPSHOT_SHARE) // each)
+            most_snapshots = SNAPSHOTS_PER_SLOT * self.slots
+            snapshots = min(most_snapshots, int(spare * SNAPSHOT_SHARE) // each) if each else most_snapshots
             rest -= snapshots * each
         pages = self.pages(bisect.bisect_right(range(most + 1), rest, key=self._bytes) - 1)
         tables = [TableLimits(n, w, h) for n, w, h in zip(pages, self.windows, self._host(pages, host_bytes), strict=True)]
@@ -80,7 +86,7 @@ class CacheNeeds:
             page_size=self.page_size,
             caching=caching,
             snapshots=snapshots,
-            snapshot_tokens=-(-SNAPSHOT_TOKENS // self.page_size) * self.page_size if each else 0,
+            snapshot_tokens=-(-SNAPSHOT_TOKENS // self.page_size) * self.page_size if self.has_state else 0,
         )
 
     def _bytes(self, most: int) -> int:

@@ -138,6 +138,7 @@ class Llama:
 
     prefix = "model."  # of the names of all weights but the output layer's
     last_norm = "norm.weight"
+    embedding_name = "embed_tokens.weight"
     unused_weights: tuple[
         str, ...
     ] = ()  # beginnings of names, behind "model.", of stored tensors that this decoder does not need
@@ -159,7 +160,7 @@ class Llama:
         self.norm = self.norm_weight(self.prefix + self.last_norm, c.hidden)
         self._next_norms = [*(s.norm for s in self.sublayers[1:]), self.norm]  # the norm after each sublayer
         shape = (c.vocab, c.hidden)
-        self.embedding = ops.tensor(self._read(f"{self.prefix}embed_tokens.weight", shape, self.vocab_part))
+        self.embedding = ops.tensor(self._read(self.prefix + self.embedding_name, shape, self.vocab_part))
         self.head = ops.weight([self._tied_head(shape) if c.tied else self.linear("lm_head", shape, rows=self.vocab_part)])
         del self.checkpoint
 

@@ -12,8 +12,10 @@ from slipstream.models.gpt_oss import GptOss
 from slipstream.models.llama import Llama
 from slipstream.models.mistral import Ministral, Mistral
 from slipstream.models.mixtral import Mixtral
+from slipstream.models.nemotron_h import NemotronH
 from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
+from slipstream.models.qwen3_5 import Qwen35
 from slipstream.models.qwen3_moe import Qwen3Moe
 from slipstream.models.strict import ReadConfig, refuse_unread_keys, refuse_unread_tensors
 from slipstream.ops.interface import Ops
@@ -30,9 +32,12 @@ ARCHITECTURES: dict[str, Build] = {
     "DeepseekV3ForCausalLM": DeepseekV3,
     "GptOssForCausalLM": GptOss,
     "MixtralForCausalLM": Mixtral,
+    "NemotronHForCausalLM": NemotronH,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
     "Qwen3MoeForCausalLM": Qwen3Moe,
+    "Qwen3_5ForCausalLM": Qwen35,
+    "Qwen3_5ForConditionalGeneration": Qwen35,
 }
 
 

@@ -93,7 +93,7 @@ def _folder(family: str, arguments: str) -> pathlib.Path:
 
 
 def randomize(model, seed: int = 0) -> None:
-    """Fills a module's parameters: matrices normal at 1.2 / sqrt(fan in), norms near one, biases small."""
+    """Fills a module's parameters: matrices normal at 1.2 / sqrt(fan in), norms near those it has, biases small."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ def randomize(model, seed: int = 0) -> None:
             if value.dim() > 1:
                 value.copy_(noise * 1.2 / math.sqrt(value.shape[-1] if ".experts." in name else value[0].numel()))
             elif "norm" in name and name.endswith("weight"):
-                value.copy_(1 + 0.1 * noise)
+                value.copy_(value.mean().round() + 0.1 * noise)  # made as ones, or as zeros where 1 + w is meant
             else:
                 value.copy_(0.1 * noise)
         for name, value in model.named_buffers():

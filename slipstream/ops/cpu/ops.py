@@ -14,10 +14,12 @@ from torch import Tensor
 from slipstream.ops.collective import Collective, Solo
 from slipstream.ops.cpu.activations import activated, gated
 from slipstream.ops.cpu.experts import ExpertLinear, experts
+from slipstream.ops.cpu.gated_delta import gated_delta
 from slipstream.ops.cpu.latent import latent_attention
+from slipstream.ops.cpu.mamba2 import mamba2
 from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
 from slipstream.ops.interface import Step
-from slipstream.ops.layers import Activation, Attention, Experts, Gate, LatentAttention
+from slipstream.ops.layers import Activation, Attention, Experts, Gate, GatedDelta, LatentAttention, Mamba2
 from slipstream.shard import Shard
 from slipstream.weights.packed import Packed, dense, join
 
@@ -168,6 +170,30 @@ class PlainOps:
             found = torch.stack([cos, cos], 1).unsqueeze(1), torch.stack([-sin, sin], 1).unsqueeze(1)
             step.rotations[id(rotary)] = found
         return found
+
+    def gated_delta(self, x: Tensor, spec: GatedDelta, step: PagedStep) -> Tensor:
+        if not spec.heads.num_q_heads:
+            return x
+        out, gate = gated_delta(x, spec, step)
+        return self.norm(out, spec.norm, step).float().mul_(F.silu(gate.float())).to(self.dtype).flatten(1)
+
+    def mamba2(self, x: Tensor, spec: Mamba2, step: PagedStep) -> Tensor:
+        if not spec.num_heads:
+            return x
+        out, gate = mamba2(x, spec, step)
+        gate = F.silu(gate.float())
+        if spec.norm is None:
+            return out.mul_(gate).to(self.dtype)
+        if not spec.norm_before_gate:
+            out.mul_(gate)
+        weight, by_group = spec.norm, out.view(len(out), spec.groups, -1)
+        length = torch.linalg.vector_norm(by_group, 2, -1, True)
+        share = spec.groups**-0.5  # the weight was prepared for one norm over all groups
+        by_group.div_(torch.hypot(length, weight.floor * share))
+        out.mul_(weight.scale * share)
+        if spec.norm_before_gate:
+            out.mul_(gate)
+        return out.to(self.dtype)
 
     def gate(self, x: Tensor, gate: Tensor, step: Step) -> Tensor:
         return x.mul_(torch.sigmoid(gate))

@@ -9,6 +9,7 @@ without a mask) and to itself (causal). The two results are joined by their log-
 never made. In a layer with a window, a longer row attends under a mask to the pages that its window reaches.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,6 +76,17 @@ class PagedStep:
     caches: list[tuple[Tensor, ...]]  # by layer: pages, or the arrays [slots + 1, ...] of its state
     tables: list[TableRows]
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by id of the rotary table
+
+    @functools.cached_property
+    def singles(self) -> tuple[Tensor, Tensor]:
+        """Rows of one token: int64 [n] where they stand in the step, and [n] their slots."""
+        at = torch.tensor([first for _, first, last in self.rows if last - first == 1], dtype=torch.int64)
+        return at, self.slots.index_select(0, at)
+
+    @functools.cached_property
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """The `rows` of several tokens."""
+        return [row for row in self.rows if row[2] - row[1] > 1]
 
 
 def build_step(

@@ -38,15 +38,16 @@ def _take(score, e, E: tl.constexpr, COUNT: tl.constexpr):
 
 
 @jit
-def _limit_groups(score, e, R: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr):
-    """Scores [R, E] with -inf outside the TOP best of GROUPS groups; a group counts by the sum of its two best."""
+def _limit_groups(
+    score, e, R: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr
+):  # fmt: skip
+    """Scores [R, E] with -inf outside the TOP best of GROUPS groups; a group counts by the sum of its BEST best."""
     size: tl.constexpr = E // GROUPS
     by_group = tl.reshape(score, [R * GROUPS, size])
-    first = tl.max(by_group, 1)
     column = tl.arange(0, size)
-    at = tl.min(tl.where(by_group == first[:, None], column[None, :], size), 1)
-    second = tl.max(tl.where(column[None, :] == at[:, None], -float("inf"), by_group), 1)
-    taken = _take(tl.reshape(first + second, [R, GROUPS]), tl.arange(0, GROUPS), GROUPS, TOP)
+    best = _take(by_group, column, size, BEST) > 0
+    worth = tl.reshape(tl.sum(tl.where(best, by_group, 0.0), 1), [R, GROUPS])
+    taken = _take(worth, tl.arange(0, GROUPS), GROUPS, TOP)
     allowed = tl.reshape(taken, [R * GROUPS, 1]) + tl.zeros([R * GROUPS, size], tl.int32)
     return tl.where(tl.reshape(allowed, [R, E]) > 0, score, -float("inf"))
 
@@ -55,7 +56,7 @@ def _limit_groups(score, e, R: tl.constexpr, E: tl.constexpr, GROUPS: tl.constex
 def _choose(
     logits, bias, choice_bias, slots, t, live, nobody, scale,
     EXPERTS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE_BIAS: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
     """The weights [R, E] of the experts that tokens `t` choose: 0 for all others. Also 1 where chosen."""
     e = tl.arange(0, E)
@@ -75,7 +76,7 @@ def _choose(
         choice += tl.load(choice_bias + e, mask=e < EXPERTS, other=0.0)[None, :]
     choice = tl.where(inside, choice, -float("inf"))
     if GROUPS > 1:
-        choice = _limit_groups(choice, e, R, E, GROUPS, TOP_GROUPS)
+        choice = _limit_groups(choice, e, R, E, GROUPS, TOP_GROUPS, GROUP_BEST)
     chosen = _take(choice, e, E, TOP)
     if SCORE == "softmax_of_chosen":
         x = tl.where(chosen > 0, x, -float("inf"))
@@ -122,8 +123,8 @@ def router_kernel(
 def route_kernel(
     logits, bias, choice_bias, slots, count, nobody, scale, rows, places, weights, tiles, total,
     EXPERTS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE_BIAS: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, M: tl.constexpr,
-    MOST: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
+    M: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """All of a small step's tokens in one program: choices, and the tiles of each expert, whose number goes to `total`.
 
@@ -139,7 +140,7 @@ def route_kernel(
     tl.debug_barrier()  # other threads write the real rows and places
     weight, chosen = _choose(
         logits, bias, choice_bias, slots, t, live, nobody, scale, EXPERTS, R, E, TOP, SCORE, BIAS, CHOICE_BIAS, NORMED, GROUPS,
-        TOP_GROUPS,
+        TOP_GROUPS, GROUP_BEST,
     )  # fmt: skip
     needed = (tl.sum(chosen, 0) + M - 1) // M
     end = tl.cumsum(needed, 0)
@@ -155,7 +156,7 @@ def route_kernel(
 def choose_kernel(
     logits, bias, choice_bias, slots, count, nobody, scale, ranks, counts,
     EXPERTS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, TOP: tl.constexpr, SCORE: tl.constexpr, BIAS: tl.constexpr,
-    CHOICE_BIAS: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    CHOICE_BIAS: tl.constexpr, NORMED: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
     """R tokens of a large step: the weights of all experts over their logits, and where chosen the rank among the R tokens.
 
@@ -166,7 +167,7 @@ def choose_kernel(
     live = t < count
     weight, chosen = _choose(
         logits, bias, choice_bias, slots, t, live, nobody, scale, EXPERTS, R, E, TOP, SCORE, BIAS, CHOICE_BIAS, NORMED, GROUPS,
-        TOP_GROUPS,
+        TOP_GROUPS, GROUP_BEST,
     )  # fmt: skip
     at = t[:, None] * EXPERTS + e[None, :]
     mask = live[:, None] & (e < EXPERTS)[None, :]
@@ -331,7 +332,7 @@ def route(logits: Tensor, routing: Routing, step: Any) -> Tiling:
     options = {
         "EXPERTS": experts, "E": e, "TOP": routing.top_k, "SCORE": routing.score, "BIAS": routing.bias is not None,
         "CHOICE_BIAS": routing.choice_bias is not None, "NORMED": routing.normed, "GROUPS": routing.groups,
-        "TOP_GROUPS": routing.top_groups,
+        "TOP_GROUPS": routing.top_groups, "GROUP_BEST": routing.group_best,
     }  # fmt: skip
     none = logits  # an address that is not read
     given = (
