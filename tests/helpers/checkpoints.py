@@ -62,6 +62,30 @@ def tiny_gemma3(**overrides) -> pathlib.Path:
     return _folder("gemma3_text", json.dumps({**base, **overrides}, sort_keys=True))
 
 
+def tiny_qwen3_5(**overrides) -> pathlib.Path:
+    """A Qwen3.5 of 3 gated delta nets, with 2 key heads and 6 value heads, and one attention."""
+    base = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    }
+    return _folder("qwen3_5_text", json.dumps({**base, **overrides}, sort_keys=True))
+
+
 def tiny_qwen3_moe(**overrides) -> pathlib.Path:
     """A Qwen3-MoE of 2 layers, 6 query and 2 key heads of 16, and 6 experts of which a token takes 2."""
     base = {"hidden_size": 96, "intermediate_size": 200, "moe_intermediate_size": 40, "num_hidden_layers": 2}

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.helpers.checkpoints import tiny_gemma3, tiny_llama, tiny_qwen3_moe
+from tests.helpers.checkpoints import tiny_gemma3, tiny_llama, tiny_qwen3_5, tiny_qwen3_moe
 from tests.helpers.server import Server
 from tests.matrix.requests import ARRIVALS, VOCABULARY, answer_of, differences, make_requests
 from tests.matrix.settings import ALL, ODD, PLAINEST, Setting, pairwise
@@ -50,9 +50,20 @@ def expert():
         yield Reference(server, model)
 
 
+@pytest.fixture(scope="module")
+def hybrid():
+    """Three of four layers keep state by slot."""
+    model = str(tiny_qwen3_5(vocab_size=VOCABULARY))
+    with Server(*PLAINEST.flags(), model=model) as server:
+        yield Reference(server, model)
+
+
 FEW = [*pairwise(ALL), ODD]
 EXPERT = [Setting(2, "64", "cached", "scarce", "async")]
 WINDOWED = [Setting(2, "16", "cached", "scarce", "async")]
+HYBRID = [Setting(2, "16", "uncached", "plenty", "async")]
+# scarce memory is counted in pages of a model without state, and these prompts are shorter than one step of snapshots
+STATEFUL = [s for s in ALL if s.pages == "plenty" and s.cache == "uncached"]
 
 
 @pytest.mark.parametrize("setting", [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in ALL if s not in FEW)], ids=str)
@@ -73,6 +84,13 @@ def test_no_way_of_scheduling_changes_a_windowed_models_answer(windowed: Referen
 )
 def test_no_way_of_scheduling_changes_an_expert_models_answer(expert: Reference, setting: Setting, record_property):
     judge(expert, setting, record_property)
+
+
+@pytest.mark.parametrize(
+    "setting", [*HYBRID, *(pytest.param(s, marks=pytest.mark.slow) for s in STATEFUL if s not in HYBRID)], ids=str
+)
+def test_no_way_of_scheduling_changes_a_hybrids_answer(hybrid: Reference, setting: Setting, record_property):
+    judge(hybrid, setting, record_property)
 
 
 def judge(reference: Reference, setting: Setting, record_property) -> None:
