@@ -1,5 +1,6 @@
 """The interface of a decoder that an executor needs, for every family."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -16,7 +17,11 @@ class Decoder(Protocol):
     hidden: int  # width of the result of `forward`
     max_len: int  # tokens of a request at most
     caches: tuple[CacheLayout, ...]  # this rank's cache layouts; layers refer to them by index
-    attentions: tuple[Attention | LatentAttention, ...]  # of all layers that attend, in order
+
+    @property
+    def attentions(self) -> Sequence[Attention | LatentAttention]:
+        """Of all layers that attend, in order."""
+        ...
 
     def forward(self, step: ForwardStep) -> Tensor:
         """[T, hidden] after the last norm; writes the step's keys, values and states into the caches."""

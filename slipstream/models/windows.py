@@ -20,6 +20,8 @@ def layer_windows(config: dict, slides: Callable[[int], bool]) -> tuple[int, ...
     for i, kind in enumerate(types):
         if kind not in (FULL, SLIDING):
             raise ModelError(f"layer_types: {kind!r} of layer {i} is not supported; {FULL} and {SLIDING} are")
-    if SLIDING in types and (not isinstance(size, int) or size < 1):
+    if SLIDING not in types:
+        return (0,) * count
+    if not isinstance(size, int) or size < 1:
         raise ModelError(f"sliding_window is {size!r}; layers of {SLIDING} need a number of tokens")
     return tuple(size if kind == SLIDING else 0 for kind in types)

@@ -20,7 +20,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # of an expert, as most fam
 class ExpertShape(NamedTuple):
     """The sizes of a layer's experts, and which inner columns [start, stop) of each are this rank's."""
 
-    count: int
+    experts: int
     inner: int
     hidden: int
     part: Part

@@ -33,13 +33,13 @@ def gated_delta(x: Tensor, spec: GatedDelta, step: PagedStep) -> tuple[Tensor, T
     out = torch.empty(v.shape)
     at, slots = step.singles
     if len(at):
-        row = (t.index_select(0, at) for t in (q, k, v, beta, log_decay))
-        found, moved = _one_token(*row, state.index_select(0, slots))
+        q1, k1, v1, beta1, decay1 = (t.index_select(0, at) for t in (q, k, v, beta, log_decay))
+        found, moved = _one_token(q1, k1, v1, beta1, decay1, state.index_select(0, slots))
         out.index_copy_(0, at, found)
         state.index_copy_(0, slots, moved)
     for slot, first, last in step.chunks:
-        row = (t[first:last] for t in (q, k, v, beta, log_decay))
-        _blocks(*row, state[slot], out[first:last])
+        row = slice(first, last)
+        _blocks(q[row], k[row], v[row], beta[row], log_decay[row], state[slot], out[row])
     return out, gate.view(v.shape)
 
 

@@ -28,11 +28,13 @@ def mamba2(x: Tensor, spec: Mamba2, step: PagedStep) -> tuple[Tensor, Tensor]:
     out = torch.empty(value.shape)
     at, slots = step.singles
     if len(at):
-        found, moved = _one_token(*(t.index_select(0, at) for t in (added, b, c, log_decay)), state.index_select(0, slots))
+        added1, b1, c1, decay1 = (t.index_select(0, at) for t in (added, b, c, log_decay))
+        found, moved = _one_token(added1, b1, c1, decay1, state.index_select(0, slots))
         out.index_copy_(0, at, found)
         state.index_copy_(0, slots, moved)
     for slot, first, last in step.chunks:
-        _blocks(*(t[first:last] for t in (added, b, c, log_decay)), state[slot], out[first:last])
+        row = slice(first, last)
+        _blocks(added[row], b[row], c[row], log_decay[row], state[slot], out[row])
     return out.addcmul_(value, spec.skip[:, None]).flatten(1), gate
 
 

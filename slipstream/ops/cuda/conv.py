@@ -10,6 +10,7 @@ from slipstream.ops.cuda.launch import cdiv, jit, tl
 
 BLOCK = 256  # channels of a program
 TOKENS = 16  # of a program, where there are many
+ROWS = 8  # programs that take a step's prompt rows in turns
 
 
 @jit
@@ -54,18 +55,18 @@ def conv_kernel(
 def conv_save_kernel(
     x, rows, count, state, stride, state_stride, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """The columns of prompt rows after their tokens; rows int32 [*, 4] of (slot, first token, tokens, first chunk)."""
-    row, c = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)
-    if row >= tl.load(count):
-        return
+    """The columns of prompt rows after their tokens, in turns; rows int32 [*, 4]: slot, first token, tokens, first chunk."""
+    c = tl.program_id(1) * B + tl.arange(0, B)
     inside = c < CHANNELS
-    slot, first, tokens = tl.load(rows + row * 4), tl.load(rows + row * 4 + 1), tl.load(rows + row * 4 + 2)
-    at = state + slot.to(tl.int64) * state_stride + c
-    for i in tl.static_range(KERNEL - 1):  # an old column is read before the store that takes its place: i grows
-        token = tokens - (KERNEL - 1) + i
-        here = tl.load(x + (first + token).to(tl.int64) * stride + c, mask=inside & (token >= 0), other=0.0)
-        kept = tl.load(at + (KERNEL - 1 + token) * CHANNELS, mask=inside & (token < 0), other=0.0)
-        tl.store(at + i * CHANNELS, here + kept, mask=inside)
+    for turn in range(tl.cdiv(tl.load(count) - tl.program_id(0), tl.num_programs(0))):
+        row = tl.program_id(0) + turn * tl.num_programs(0)
+        slot, first, tokens = tl.load(rows + row * 4), tl.load(rows + row * 4 + 1), tl.load(rows + row * 4 + 2)
+        at = state + slot.to(tl.int64) * state_stride + c
+        for i in tl.static_range(KERNEL - 1):  # an old column is read before the store that takes its place: i grows
+            token = tokens - (KERNEL - 1) + i
+            here = tl.load(x + (first + token).to(tl.int64) * stride + c, mask=inside & (token >= 0), other=0.0)
+            kept = tl.load(at + (KERNEL - 1 + token) * CHANNELS, mask=inside & (token < 0), other=0.0)
+            tl.store(at + i * CHANNELS, here + kept, mask=inside)
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, step) -> Tensor:
@@ -79,7 +80,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, s
         CHANNELS=channels, KERNEL=kernel, BIAS=bias is not None, T=t, B=BLOCK, num_warps=4 if t > 1 else 2,
     )  # fmt: skip
     if step.prompts:
-        conv_save_kernel[(step.rows.shape[0], blocks)](
+        conv_save_kernel[(min(ROWS, step.rows.shape[0]), blocks)](
             x, step.rows, step.row_counts, state, x.stride(0), state.stride(0), CHANNELS=channels, KERNEL=kernel, B=BLOCK,
             num_warps=2,
         )  # fmt: skip

@@ -15,6 +15,11 @@ from slipstream.ops.cuda.rows import act, gate_product
 from slipstream.ops.layers import Experts, Routing
 
 ROWS = 64  # tokens that one program sorts; more take three kernels
+# outputs and inputs of a product's tile, warps, stages; by whether it is gated and has many rows (measured: docs/gpu_log.md)
+TILES = {
+    (True, False): (32, 128, 4, 3), (True, True): (64, 64, 4, 3),
+    (False, False): (128, 128, 4, 3), (False, True): (128, 128, 8, 2),
+}  # fmt: skip
 
 
 class ExpertWeight(NamedTuple):
@@ -362,7 +367,7 @@ def grouped(x: Tensor, weight: ExpertWeight, tiling: Tiling, kind: str, gated: b
     if not n:
         return y
     m = tiling.m
-    bn, bk, warps, stages = (128, 64, 8, 3) if m > 32 else (32 if gated else 64, 128, 4, 4)
+    bn, bk, warps, stages = TILES[gated, m > 32]
     if x.dtype == torch.float32:
         bk, stages = bk // 2, 2
     grouped_kernel[(cdiv(n, bn), tiling.tiles.shape[0])](

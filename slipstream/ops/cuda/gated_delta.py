@@ -329,8 +329,8 @@ def delta_outputs_kernel(
         tl.store(out + (token[:, None] * HEADS + head) * V + v[None, :], gated(result, w[None, :], z, DTYPE), mask=keep)
 
 
-def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision: str) -> Tensor:
-    """See `Ops.gated_delta`. `programs` is how many programs share the work of prompts."""
+def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, side: torch.cuda.Stream, precision: str) -> Tensor:
+    """See `Ops.gated_delta`. `programs` is how many programs share the work of prompts; decode rows run beside it."""
     heads, k, v = spec.heads.num_q_heads, spec.key_dim, spec.value_dim
     out = x.new_empty((x.shape[0], heads * v))
     if not heads:
@@ -338,29 +338,43 @@ def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision
     columns, state = step.caches[spec.cache]
     mixed = causal_conv(x, spec.conv, None, columns, step)
     sizes = {"HEADS": heads, "GROUP": heads // spec.heads.num_kv_heads, "K": k, "V": v, "KP": max(16, power(k))}
-    vp, norm = max(16, power(v)), spec.norm
+    if not step.prompts:
+        _decodes(x, mixed, state, out, spec, step, sizes)
+        return out
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # decode rows wait for memory, prompts for their steps one after another
+        _decodes(x, mixed, state, out, spec, step, sizes)
+    _prompts(x, mixed, state, out, spec, step, programs, sizes | {"CHUNK": CHUNK, "PRECISION": precision})
+    torch.cuda.current_stream().wait_stream(side)
+    return out
+
+
+def _decodes(x: Tensor, mixed: Tensor, state: Tensor, out: Tensor, spec: GatedDelta, step: Any, sizes: dict[str, Any]) -> None:
+    heads, v, norm = sizes["HEADS"], sizes["V"], spec.norm
     delta_decode_kernel[(step.decode_rows, heads, cdiv(v, DECODE_VALUES))](
         mixed, x, step.slots, step.decodes, spec.rate, spec.dt_bias, state, out, x.stride(0), state.stride(0),
-        B=DECODE_VALUES, EPS=EPS,
-        num_warps=4, **sizes,
+        B=DECODE_VALUES, EPS=EPS, num_warps=4, **sizes,
     )  # fmt: skip
     gated_norm_kernel[(step.decode_rows, heads)](
-        x, step.decodes, norm.weight, out, x.stride(0), norm.eps, CHANNELS=spec.channels, V=v, VP=vp, num_warps=1
+        x, step.decodes, norm.weight, out, x.stride(0), norm.eps, CHANNELS=spec.channels, V=v, VP=max(16, power(v)), num_warps=1
     )  # fmt: skip
-    if not step.prompts:
-        return out
-    items = step.chunks.shape[0] * heads
+
+
+def _prompts(
+    x: Tensor, mixed: Tensor, state: Tensor, out: Tensor, spec: GatedDelta, step: Any, programs: int, sizes: dict[str, Any]
+) -> None:
+    k, v, norm = sizes["K"], sizes["V"], spec.norm
+    vp, items = max(16, power(v)), step.chunks.shape[0] * sizes["HEADS"]
     factors = torch.empty((items, 2, CHUNK), dtype=torch.float32, device=x.device)
     systems = torch.empty((items, CHUNK, CHUNK), dtype=torch.float32, device=x.device)
     scores, keys, values = (x.new_empty((items, CHUNK, n)) for n in (CHUNK, k, v))
     before = x.new_empty((items, k, v))
-    sizes |= {"CHUNK": CHUNK, "PRECISION": precision}
     given = mixed, x, step.chunks, step.row_counts, spec.rate, spec.dt_bias
     delta_prepare_kernel[(4 * programs,)](
         *given, factors, systems, scores, x.stride(0), EPS=EPS, num_warps=4, num_stages=1, **sizes
     )  # fmt: skip
     delta_invert_kernel[(items,)](
-        systems, step.row_counts, HEADS=heads, CHUNK=CHUNK, TILE=TILE, PRECISION=precision, num_warps=1
+        systems, step.row_counts, HEADS=sizes["HEADS"], CHUNK=CHUNK, TILE=TILE, PRECISION=sizes["PRECISION"], num_warps=1
     )  # fmt: skip
     delta_correct_kernel[(4 * programs,)](
         *given, systems, keys, values, x.stride(0), VP=vp, EPS=EPS, num_warps=4, num_stages=1, **sizes
@@ -373,4 +387,3 @@ def gated_delta(x: Tensor, spec: GatedDelta, step: Any, programs: int, precision
         mixed, x, step.chunks, step.row_counts, norm.weight, factors, scores, values, before, out, x.stride(0), norm.eps,
         VP=vp, num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
-    return out

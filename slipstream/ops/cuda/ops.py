@@ -357,15 +357,16 @@ class CudaOps:
         shared = gate = None
         if spec.shared is not None:
             up, down = spec.shared
+            kind: Any = spec.gate  # a gate or an activation, as the sizes show
             is_gated = up.weight.shape[0] == 2 * down.weight.shape[1]
-            inner = self.gated(x, up, spec.gate, step) if is_gated else self.activated(x, up, spec.gate, step)
+            inner = self.gated(x, up, kind, step) if is_gated else self.activated(x, up, kind, step)
             shared = down.apply(inner)
             gate = None if spec.shared_gate is None else spec.shared_gate.apply(x)
         out = torch.empty_like(x) if self.shard.size == 1 else self._room(x.shape[0], step)
         return experts(x, spec, shared, gate, out, step, self.precision)
 
     def gated_delta(self, x: Tensor, spec: GatedDelta, step: CudaStep) -> Tensor:
-        return gated_delta(x, spec, step, self.processors, self.precision)
+        return gated_delta(x, spec, step, self.processors, self._side, self.precision)
 
     def mamba2(self, x: Tensor, spec: Mamba2, step: CudaStep) -> Tensor:
         return mamba2(x, spec, step, self.processors, self.precision)
