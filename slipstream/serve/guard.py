@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slipstream.config import ServerConfig
 from slipstream.serve.audio.secret_token import is_valid, token_of
 from slipstream.serve.errors import Failure
+from slipstream.serve.observe.http_counts import HttpCounts
 
 log = logging.getLogger("slipstream.http")
 
@@ -43,8 +44,9 @@ class Guard:
     proxy could have read the other one.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
+    def __init__(self, app: ASGIApp, config: ServerConfig, counts: HttpCounts | None = None):
         self._app = app
+        self._counts = counts
         self._key = config.api_key.encode() if config.api_key else None
         self._loopback = config.uds is None and is_loopback(config.host)
         self._hosts = LOOPBACK | {config.host}
@@ -75,6 +77,8 @@ class Guard:
             await self._app(scope, receive, wrapped)
         finally:
             path = scope["path"]
+            if self._counts is not None:
+                self._counts.answered(path, status)
             level = logging.DEBUG if path in QUIET_PATHS else logging.INFO
             if log.isEnabledFor(level):
                 took = (time.monotonic() - begun) * 1e3
