@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import typing
 from dataclasses import dataclass, field
 
@@ -29,10 +30,14 @@ def option(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
+    form: tuple[str, str] | None = None,
 ) -> typing.Any:
-    """A configuration field: its default, its text in `--help`, and its range: value >= least, > above, <= most."""
+    """A configuration field: its default, its text in `--help`, and its range: value >= least, > above, <= most.
+
+    form: of a list, a pattern that each of its words must match, and the form in words.
+    """
     meta = {"help": help, "flags": flags, "choices": choices, "secret": secret, "metavar": metavar}
-    meta |= {"least": least, "above": above, "most": most}
+    meta |= {"least": least, "above": above, "most": most, "form": form}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -117,6 +122,12 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(8000, "port to bind; 0 takes a free one", least=0, most=65535)
+    allowed_origins: list[str] = option(
+        [],
+        "other sites whose pages may use this server from a browser (default: none)",
+        metavar="ORIGIN",
+        form=(r"[a-z][a-z0-9+.\-]*://[^\s/*]+", "an origin: SCHEME://HOST or SCHEME://HOST:PORT in small letters, no path"),
+    )
     uds: str | None = option(None, "bind this Unix socket instead of host and port")
     served_model_name: list[str] = option([], "the names clients use; answers carry the first (default: the model's)")
     api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
@@ -239,6 +250,11 @@ def _check(meta: typing.Mapping[str, typing.Any], value: typing.Any, origin: str
         raise ConfigError(f"{origin}: {value!r} is not one of {', '.join(choices)}{hint}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{origin}: {value} is not a finite number")
+    if meta["form"]:
+        pattern, words = meta["form"]
+        for word in value:
+            if not re.fullmatch(pattern, word):
+                raise ConfigError(f"{origin}: {word!r} is not {words}")
     if least is not None and value < least:
         raise ConfigError(f"{origin}: {value} is too small; it must be at least {least}")
     if above is not None and value <= above:

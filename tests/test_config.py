@@ -98,3 +98,11 @@ def test_every_field_has_help_and_a_flag():
         for f in dataclasses.fields(schema):
             assert f.metadata["help"]
             assert f.name == "model" or config.flag_name(f.name) in text
+
+
+def test_an_allowed_origin_has_an_origin_s_form():
+    _, server = resolve(["--allowed-origins", "https://a.example", "http://localhost:3000"])
+    assert server.allowed_origins == ["https://a.example", "http://localhost:3000"]
+    for bad in ("*", "a.example", "https://a.example/", "https://*.example", "https://A.example/x"):
+        with pytest.raises(ConfigError, match=r"--allowed-origins: .* is not an origin"):
+            resolve(["--allowed-origins", bad])

@@ -7,6 +7,7 @@ from starlette.routing import Route
 from slipstream.serve.errors import Failure
 
 _LORA = "LoRA adapters are not supported: serve the merged weights as a model of their own"
+COMPACT = "/v1/responses/compact"
 OF_ENCODERS = ("/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 
 ABSENT = {
@@ -20,7 +21,7 @@ ABSENT = {
     "/v1/audio/transcriptions": "this model does not take audio: serve one that does (slipstream serve voice)",
     "/v1/audio/translations": "this model does not take audio: serve one that does (slipstream serve voice)",
     "/v1/audio/speech": "this model does not make speech: serve one that does (slipstream serve voice)",
-    "/v1/responses/compact": "conversations are not compacted: send only the items to keep",
+    COMPACT: "conversations are not compacted: send only the items to keep to /v1/responses",
     "/v1/files": "files are not supported",
     "/v1/batches": "batches are not supported: send the requests at once, the server batches them",
     "/v1/fine_tuning/jobs": "fine-tuning is not supported",
@@ -40,4 +41,5 @@ async def _generates(http: HttpRequest) -> Response:
 
 
 async def _refuse(http: HttpRequest) -> Response:
-    return Failure(501, ABSENT[http.url.path], code="not_supported").response()
+    status = 400 if http.url.path == COMPACT else 501  # the server has the responses API: this call is the client's error
+    return Failure(status, ABSENT[http.url.path], code="not_supported").response()

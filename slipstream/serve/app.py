@@ -17,6 +17,7 @@ from slipstream.serve.delivery import Deliveries
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
 from slipstream.serve.guard import Guard
+from slipstream.serve.observe.http_counts import HttpCounts
 from slipstream.serve.openai import responses
 from slipstream.serve.openai.generate import chat_completions, completions
 
@@ -77,7 +78,8 @@ def build(front: Front) -> ASGIApp:
     app.router.redirect_slashes = False
     app.state.front = front
     front.deliveries = Deliveries(app, Budget(front.server_config.answer_memory_bytes))
-    return Guard(front.deliveries, front.server_config)
+    front.metrics.http = HttpCounts(routes, front.shared_counters)
+    return Guard(front.deliveries, front.server_config, front.metrics.http)
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

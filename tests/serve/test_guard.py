@@ -94,6 +94,27 @@ def test_a_web_page_of_another_site_opens_no_socket_at_any_address():
 
     assert not asyncio.run(opened(b"http://evil.example", host="0.0.0.0"))
     assert asyncio.run(opened(b"http://gpu.example:8000", host="0.0.0.0"))
+    assert asyncio.run(opened(b"http://app.example", host="0.0.0.0", allowed_origins=["http://app.example"]))
+
+
+def test_pages_of_allowed_origins_may_ask_and_read_the_answer_and_others_may_not(own_front):
+    page, other = "https://app.example", "https://app.example.evil.example"
+    for host in ("127.0.0.1", "0.0.0.0"):
+        front = own_front(api_key="sesame", host=host, allowed_origins=[page])
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+        r = front.client.options("/v1/completions", headers={"origin": page, **ask})  # browsers send no key with it
+        assert r.status_code == 204 and r.headers["access-control-allow-origin"] == page
+        assert "POST" in r.headers["access-control-allow-methods"] and r.headers["vary"] == "Origin"
+        assert r.headers["access-control-allow-headers"] == "authorization, content-type"
+        r = front.client.options("/v1/completions", headers={"origin": other, **ask})
+        assert r.status_code in (401, 403) and not [h for h in r.headers if h.startswith("access-control")]
+
+        for key, status in (("sesame", 200), ("wrong", 401)):  # a page must be able to read an error
+            head = {"origin": page, "authorization": f"Bearer {key}"}
+            r = front.client.post("/v1/completions", json={"prompt": "x"}, headers=head)
+            assert r.status_code == status and r.headers["access-control-allow-origin"] == page
+        r = front.client.get("/v1/models", headers={"origin": other, "authorization": "Bearer sesame"})
+        assert "access-control-allow-origin" not in r.headers and r.headers["vary"] == "Origin"
 
 
 def test_headers_that_say_who_asks_may_come_once(own_front):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import time
 
 import anthropic
@@ -216,3 +217,28 @@ def test_a_model_s_card_shows_its_limits(front):
     assert card["id"] == "fake" and card["max_model_len"] == 512 and card["vocab_size"] == front.tokenizer.vocab_size
     assert front.client.get("/v1/models").json()["data"] == [card]
     assert front.client.get("/v1/models/other").status_code == 404
+
+
+def test_answers_are_counted_by_route_and_status_with_bounded_labels(own_front):
+    front = own_front(api_key="sesame")
+    head = {"authorization": "Bearer sesame"}
+    front.client.get("/v1/models")
+    for name in ("fake", "a", "b"):
+        front.client.get(f"/v1/models/{name}", headers=head)
+    for path in ("/nope", "/wp-login.php", "/v1/chat"):
+        front.client.get(path, headers=head)
+    front.client.get("/v1/completions", headers=head)
+
+    def counts() -> dict[tuple[str, str], float]:
+        text = front.client.get("/metrics", headers=head).text
+        found = re.findall(r'^slipstream:http_responses_total\{.*route="(.*?)",status="(.*?)"\} (.*)$', text, re.M)
+        return {(route, status): float(count) for route, status, count in found}
+
+    assert counts() == {
+        ("/v1/models", "401"): 1,
+        ("/v1/models/{id:path}", "200"): 1,
+        ("/v1/models/{id:path}", "404"): 2,
+        ("other", "404"): 3,
+        ("/v1/completions", "405"): 1,
+    }
+    assert counts()["/metrics", "200"] == 1

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from slipstream.serve import absent, openapi
 from slipstream.serve.app import build
 from slipstream.serve.embed import routes as embed_routes
+from slipstream.serve.observe.shared_counters import SharedCounters
 
 PAGE = {"/", "/static/{name}"}
 REFUSING = {*(route.endpoint for route in absent.routes()), embed_routes.refuse}
@@ -20,7 +21,8 @@ KINDS = ("language model", "composite", "encoder")
 
 def document(front, kind: str = "language model") -> tuple[dict, list[Route]]:
     """The document of an application, and its routes."""
-    settings = {name: getattr(front.front, name) for name in ("server_config", "engine_config", "model")}
+    settings: dict[str, Any] = {name: getattr(front.front, name) for name in ("server_config", "engine_config", "model")}
+    settings |= {"metrics": types.SimpleNamespace(), "shared_counters": SharedCounters()}
     kinds = {"composite": kind == "composite", "encoder": kind == "encoder"}
     app: Any = build(types.SimpleNamespace(**settings, **kinds))  # type: ignore[arg-type]
     while not hasattr(app, "routes"):  # what stands before the routes

@@ -201,9 +201,8 @@ def test_nowhere_in_a_body_may_the_type_of_a_struct_be_left_out():
 
 def test_what_is_not_built_is_refused_once(front):
     """OpenAI's client tries a 501 three times unless it is told not to."""
-    for path in ("/v1/files", "/v1/responses/compact"):
-        r = front.client.post(path, json={})
-        assert r.status_code == 501 and r.headers["x-should-retry"] == "false"
+    r = front.client.post("/v1/files", json={})
+    assert r.status_code == 501 and r.headers["x-should-retry"] == "false"
     before = front.front.engine.live
     with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=2) as client:
         tries, send = [], client._client.send
@@ -211,6 +210,15 @@ def test_what_is_not_built_is_refused_once(front):
         with pytest.raises(openai.InternalServerError):
             client.moderations.create(model="fake", input="x")
     assert len(tries) == 1 and front.front.engine.live == before
+
+
+def test_compacting_a_conversation_is_a_client_s_error_that_is_not_tried_again(front):
+    with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=2) as client:
+        tries, send = [], client._client.send
+        client._client.send = lambda *a, **k: tries.append(a) or send(*a, **k)  # type: ignore[method-assign]
+        with pytest.raises(openai.BadRequestError, match="send only the items to keep"):
+            client.post("/responses/compact", body={"model": "fake", "input": "x"}, cast_to=object)
+    assert len(tries) == 1
 
 
 def test_a_body_over_the_limit_is_refused_with_and_without_a_length(front):

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipstream.process.protocol import Load
+from slipstream.serve.observe.http_counts import HttpCounts
 from slipstream.serve.observe.shared_counters import SharedCounters
 
 P = "slipstream:"
@@ -100,6 +101,7 @@ class Metrics(Collector):
         self.restarts: dict[str, int] = {}  # by group; each front end hears of all of them, so not summed
         self.poisonings: dict[str, int] = {}
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
+        self.http: HttpCounts | None = None  # set with the application, which has the routes
         self._load: Load | None = None
         self._counted: Load | None = None  # the last report added to the counters
         self._pages_total = 0
@@ -167,6 +169,8 @@ class Metrics(Collector):
         yield self._counters("group_restarts", "Starts of a group after its first.", "group", self.restarts)
         yield self._counters("groups_poisoned", "Groups that were ended because of a fault.", "group", self.poisonings)
         yield self._counters("request_success", "Requests by how they ended.", "finished_reason", requests)
+        if self.http is not None:
+            yield self._http_responses(self.http)
         yield self._counters("steps", "Steps launched, by phase order.", "order", self.steps)
         yield self._counters("eager_steps", "Steps that ran outside captured graphs, by reason.", "reason", self.eager_steps)
         yield self._counters("step_host_seconds", "Host time of steps, by phase.", "phase", self.host_seconds)
@@ -189,6 +193,13 @@ class Metrics(Collector):
         family = CounterMetricFamily(P + name, help, labels=["model_name", label])
         for key, value in values.items():
             family.add_metric([self.model, key], value)
+        return family
+
+    def _http_responses(self, http: HttpCounts) -> Metric:
+        labels = ["model_name", "route", "status"]
+        family = CounterMetricFamily(P + "http_responses", "HTTP answers by route and status.", labels=labels)
+        for route, status, count in http.read():
+            family.add_metric([self.model, route, status], count)
         return family
 
     def _histogram(self, name: str, help: str, histogram: Histogram) -> Metric:

@@ -7,7 +7,7 @@ one of an event's two numbers updated and the other not yet, as with any counter
 import mmap
 import os
 
-BLOCK_BYTES = 4096
+BLOCK_BYTES = 1 << 14
 
 
 class Cells:
