@@ -33,6 +33,49 @@ TINY = {
 }  # fmt: skip
 
 
+SMALL = {
+    "vocab_size": 1031, "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+}  # fmt: skip
+FAMILIES = {  # one for each operation that the dense models above lack
+    "qwen3.5": SMALL | {
+        "architectures": ["Qwen3_5ForCausalLM"], "head_dim": 128, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.25},
+    },
+    "nemotron-h": SMALL | {
+        "architectures": ["NemotronHForCausalLM"], "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "conv_kernel": 4,
+        "mlp_hidden_act": "relu2",
+    },
+    "qwen3-moe": SMALL | {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss": SMALL | {
+        "architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True,
+    },
+    "deepseek-v3": SMALL | {
+        "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8, "head_dim": 32, "q_lora_rank": 96, "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 16, "num_experts_per_tok": 4,
+        "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
+        "moe_intermediate_size": 96, "first_k_dense_replace": 1,
+    },
+    "gemma3": SMALL | {
+        "architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "sliding_window": 100, "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+        },
+    },
+}  # fmt: skip
+
+
 class Feeder:
     """Batches for one executor: hands out pages, keeps two steps in flight, collects tokens by slot."""
 
@@ -63,7 +106,7 @@ class Feeder:
         for s, end in zip(slots.tolist(), (starts + counts).tolist(), strict=True):
             self.length[s] = end
             while len(self.held[s]) * self.page_size < end:
-                pages.append((0, s, len(self.held[s]), self.free[-1]))
+                pages += [(table, s, len(self.held[s]), self.free[-1]) for table in range(self.executor.given_tables)]
                 self.held[s].append(self.free.pop())
         places = np.array(pages, np.int32).reshape(-1, 4)
         batch = Batch(self.seq, slots, starts, counts, sampled, int(sampled.max()), len(decode), places)
@@ -109,9 +152,8 @@ def open_executor(device: str, config: EngineConfig, path: str, rank: int, size:
     executor, _ = build_executor(config, path, rank, size, fd, None)
     capacity = executor.capacity()
     limits = capacity.limits
-    (table,) = limits.tables
-    executor.given_pages = min(table.pages, limits.slots * limits.columns)
-    executor.start(limits._replace(tables=(table._replace(pages=executor.given_pages),)))
+    executor.given_pages, executor.given_tables = min(limits.pages, limits.slots * limits.columns), len(limits.tables)
+    executor.start(limits._replace(tables=tuple(table._replace(pages=executor.given_pages) for table in limits.tables)))
     return executor, capacity
 
 
