@@ -59,8 +59,8 @@ FAMILIES = {  # one for each operation that the dense models above lack
         "layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True,
     },
     "deepseek-v3": SMALL | {
-        "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8, "head_dim": 32, "q_lora_rank": 96, "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 16, "num_experts_per_tok": 4,
+        "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8, "head_dim": 32, "q_lora_rank": 96,
+        "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 16, "num_experts_per_tok": 4,
         "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
         "moe_intermediate_size": 96, "first_k_dense_replace": 1,
     },

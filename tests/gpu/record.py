@@ -3,7 +3,7 @@
 The suite runs where no GPU is, so it cannot see that a kernel broke: it checks this record instead. A row names the content of
 the sources that were tested, not only a commit, so it holds through rebases, in shallow clones and where there is no git.
 
-    python tests/gpu/record.py            all of them, recorded; with pytest's arguments a selection, not recorded
+    python tests/gpu/record.py            all of them, recorded; with pytest's arguments a selection, recorded as such
     python tests/gpu/record.py --check    a warning where the record does not hold for these sources
 """
 
@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = ("slipstream/device/cuda", "slipstream/ops/cuda")
 TESTS = ("tests/gpu", "tests/device/cuda/test_host.py")
 RECORD = "docs/gpu_runs.md"
-COLUMNS = ("date", "commit", "machine", "passed", "failed", "skipped", "sources")
+COLUMNS = ("date", "commit", "machine", "tests", "passed", "failed", "skipped", "sources")
+ALL = "all"  # in the column of tests; else what was run
 
 
 class Outcomes:
@@ -68,6 +69,12 @@ def outdated(root: pathlib.Path = ROOT) -> str | None:
     return None
 
 
+def partly(root: pathlib.Path = ROOT) -> str | None:
+    """What the newest run was, where it was not of all tests."""
+    run = last_run(root)
+    return None if run["tests"] == ALL else f"of the GPU tests only these ran on the CUDA sources as they are: {run['tests']}"
+
+
 def write(row: dict[str, object], root: pathlib.Path = ROOT) -> None:
     """Puts a run on top of the table."""
     file = root / RECORD
@@ -86,12 +93,14 @@ def run(selection: list[str], commit: str) -> int:
         return 2
     seen, outcomes = sources(), Outcomes()
     code = int(pytest.main([*TESTS, *selection], plugins=[outcomes]))
-    if selection:
-        print(f"a selection of the tests is not written to {RECORD}")
-    elif code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         machine = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name()}, PyTorch {torch.__version__}"
         counts = {outcome: outcomes.counts[outcome] for outcome in ("passed", "failed", "skipped")}
-        write({"date": datetime.date.today().isoformat(), "commit": commit, "machine": machine, "sources": seen, **counts})
+        tests = " ".join(selection).replace("|", "/") or ALL
+        write(
+            {"date": datetime.date.today().isoformat(), "commit": commit, "machine": machine, "tests": tests, "sources": seen}
+            | counts
+        )
     return code
 
 
@@ -101,7 +110,7 @@ def main() -> int:
     parser.add_argument("--commit", help="what to record, where there is no git")
     args, selection = parser.parse_known_args()
     if args.check:
-        if reason := outdated():
+        if reason := outdated() or partly():
             print(f"warning: {reason}", file=sys.stderr)
         return 0
     dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
