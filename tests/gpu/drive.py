@@ -60,9 +60,9 @@ FAMILIES = {  # one for each operation that the dense models above lack
     },
     "deepseek-v3": SMALL | {
         "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 8, "head_dim": 32, "q_lora_rank": 96,
-        "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 16, "num_experts_per_tok": 4,
-        "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_shared_experts": 1,
-        "moe_intermediate_size": 96, "first_k_dense_replace": 1,
+        "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 16,
+        "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "n_shared_experts": 1, "moe_intermediate_size": 96, "first_k_dense_replace": 1,
     },
     "gemma3": SMALL | {
         "architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
