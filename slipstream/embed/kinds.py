@@ -121,9 +121,11 @@ def _max_len(engine: EngineConfig, folder: pathlib.Path, config: dict[str, Any])
     asked = engine.max_model_len
     if asked is not None and positions and asked > positions:
         raise ConfigError(f"--max-model-len {asked}: the model has {positions} positions")
-    if asked is None and (not isinstance(most, int) or most > 1 << 30):
+    if asked is not None:
+        return asked
+    if not isinstance(most, int) or most > 1 << 30:
         raise ModelError(f"{folder / 'config.json'}: has no max_position_embeddings; give --max-model-len")
-    return most if asked is None else asked
+    return most
 
 
 def _optional(path: pathlib.Path) -> dict[str, Any]:

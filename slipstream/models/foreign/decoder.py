@@ -142,7 +142,11 @@ class TransformersDecoder:
             stored = key not in module._non_persistent_buffers_set and not weights.random
             module._buffers[key] = self.ops.tensor(weights.tensor(prefix + key, tuple(value.shape)) if stored else value)
         if inner is not None:
-            module.register_forward_hook(lambda _, __, out: self.run.all_reduce(out))
+            module.register_forward_hook(self._sum_experts)
+
+    def _sum_experts(self, module: nn.Module, given: Any, out: Any) -> Tensor:
+        """A hook of modules of experts, of which every rank computes a part of the inner columns."""
+        return self.run.all_reduce(out)
 
     def _probe(self) -> None:
         """Finds each layer's attention, names its cache, and switches to the attention that serves."""

@@ -16,14 +16,14 @@ def settle_rotary(lm: Any, max_len: int | None) -> int:
     Raises ModelError where `max_len` is more than these allow.
     """
     config = lm.config.get_text_config()
-    own = getattr(config, "max_position_embeddings", None)
-    if not own and not max_len:
+    lengths = [n for n in (getattr(config, "max_position_embeddings", None), max_len) if n]
+    if not lengths:
         raise ModelError("its config names no max_position_embeddings; give --max-model-len")
-    most = min(max_len or own, own or max_len)
+    most = min(lengths)
     for module in lm.modules():
         kinds = getattr(module, "rope_type", None)
         for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if kind == "longrope" or "dynamic" in (kind or ""):
+            if kind and (kind == "longrope" or "dynamic" in kind):
                 most = _bound(config, layer, kind, most, max_len)
         if kinds is not None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
