@@ -136,11 +136,7 @@ class Qwen35(Llama):
         d, heads, read = self.delta, self.delta_heads, self.checkpoint.tensor
         width = 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim
         value = (heads.q_start * d.value_dim, heads.q_stop * d.value_dim)
-        own = (heads.q_start, heads.q_stop)
-        channels = self._channels()
-        rows = [("in_proj_qkv", width, part) for part in channels]
-        rows += [("in_proj_z", d.value_heads * d.value_dim, value)]
-        rows += [(name, d.value_heads, own) for name in ("in_proj_b", "in_proj_a")]
+        own, channels = (heads.q_start, heads.q_stop), self._channels()
 
         def of_heads(name: str) -> Tensor:
             return read(prefix + name, (d.value_heads,), rows=own, dtype=torch.float32)
@@ -158,7 +154,15 @@ class Qwen35(Llama):
             norm=super().norm_weight(prefix + "norm.weight", d.value_dim),
         )
         out = self.row_parallel(prefix + "out_proj", d.value_heads * d.value_dim, value, False)
-        return DeltaNet(self.ops, self.joined(prefix, rows, False), spec, out)
+        return DeltaNet(self.ops, self.joined(prefix, self.delta_rows(), False), spec, out)
+
+    def delta_rows(self) -> list[tuple[str, int, Part]]:
+        """Where the input of the gated delta net is among the rows of layers that the file has (see `joined`)."""
+        d, heads = self.delta, self.delta_heads
+        width, values = 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim, d.value_heads * d.value_dim
+        rows = [("in_proj_qkv", width, part) for part in self._channels()]
+        rows += [("in_proj_z", values, (heads.q_start * d.value_dim, heads.q_stop * d.value_dim))]
+        return rows + [(name, d.value_heads, (heads.q_start, heads.q_stop)) for name in ("in_proj_b", "in_proj_a")]
 
     def _channels(self) -> list[Part]:
         """This rank's queries, keys and values among those of all heads, which follow one another."""

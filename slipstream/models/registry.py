@@ -16,7 +16,9 @@ from slipstream.models.nemotron_h import NemotronH
 from slipstream.models.qwen2 import Qwen2
 from slipstream.models.qwen3 import Qwen3
 from slipstream.models.qwen3_5 import Qwen35
+from slipstream.models.qwen3_5_moe import Qwen35Moe
 from slipstream.models.qwen3_moe import Qwen3Moe
+from slipstream.models.qwen3_next import Qwen3Next
 from slipstream.models.strict import ReadConfig, refuse_unread_keys, refuse_unread_tensors
 from slipstream.ops.interface import Ops
 
@@ -38,6 +40,9 @@ ARCHITECTURES: dict[str, Build] = {
     "Qwen3MoeForCausalLM": Qwen3Moe,
     "Qwen3_5ForCausalLM": Qwen35,
     "Qwen3_5ForConditionalGeneration": Qwen35,
+    "Qwen3_5MoeForCausalLM": Qwen35Moe,
+    "Qwen3_5MoeForConditionalGeneration": Qwen35Moe,
+    "Qwen3NextForCausalLM": Qwen3Next,
 }
 
 

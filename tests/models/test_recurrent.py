@@ -37,7 +37,23 @@ def nemotron():
     return checkpoints._folder("nemotron_h", json.dumps(NEMOTRON, sort_keys=True))
 
 
-FAMILIES = {"Qwen3.5": qwen, "Nemotron-H": nemotron}
+QWEN_MOE = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28,
+}  # fmt: skip
+
+
+def qwen_moe():
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+    return checkpoints.tiny("qwen3_5_moe_text", **QWEN_MOE, rope_parameters=rope)
+
+
+def qwen_next():
+    return checkpoints.tiny("qwen3_next", **QWEN_MOE, mlp_only_layers=[1], intermediate_size=96)
+
+
+FAMILIES = {"Qwen3.5": qwen, "Nemotron-H": nemotron, "Qwen3.5-MoE": qwen_moe, "Qwen3-Next": qwen_next}
 
 
 def reference(path) -> list[torch.Tensor]:
@@ -143,23 +159,40 @@ def test_ranks_split_the_state_and_agree():
         assert g.generate([prompt], 8, chunk=9)[0] == one.generate([prompt], 8)[0]
 
 
-def composite(tmp_path):
+def composite(tiny, kind: str, folder):
     """The text of a composite checkpoint, beside tensors of its vision tower and of its heads that draft tokens."""
     from safetensors.torch import load_file, save_file
 
-    config = json.loads((qwen() / "config.json").read_text())
-    tensors = load_file(qwen() / "model.safetensors")
+    config = json.loads((tiny() / "config.json").read_text())
+    tensors = one_by_one(load_file(tiny() / "model.safetensors"))
     named = {n.replace("model.", "model.language_model.", 1) if n.startswith("model.") else n: t for n, t in tensors.items()}
     named |= {"model.visual.patch_embed.proj.weight": torch.ones(2, 2), "mtp.fc.weight": torch.ones(2, 2)}
-    save_file(named, tmp_path / "model.safetensors")
-    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
+    save_file(named, folder / "model.safetensors")
+    whole = {"architectures": [kind], "model_type": "qwen3_5", "text_config": config}
     whole |= {"vision_config": {"depth": 2}, "image_token_id": 300, "tie_word_embeddings": False}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    return tmp_path
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
 
 
-def test_a_composite_checkpoint_loads_as_text(tmp_path):
-    for a, b in zip(run(composite(tmp_path), 1, 1000), run(qwen(), 1, 1000), strict=True):
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts that are stored as one tensor, as many files have them: each by itself."""
+    found = {}
+    for name, tensor in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for e, expert in enumerate(tensor):
+            parts = expert.chunk(2) if last == "gate_up_proj" else (expert,)
+            layers = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            found |= {f"{prefix}.{e}.{layer}.weight": part.clone() for layer, part in zip(layers, parts, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("kind, tiny", [("Qwen3_5", qwen), ("Qwen3_5Moe", qwen_moe)])
+def test_a_composite_checkpoint_loads_as_text(kind, tiny, tmp_path):
+    folder = composite(tiny, kind + "ForConditionalGeneration", tmp_path)
+    for a, b in zip(run(folder, 1, 1000), run(tiny(), 1, 1000), strict=True):
         assert torch.equal(a, b)
 
 
@@ -173,6 +206,9 @@ def test_a_config_that_contradicts_itself_is_refused_by_name():
     ):
         with pytest.raises(ModelError, match=said):
             build(DummyCheckpoint(qwen(), {**config, **fields}, 0), PlainOps(torch.float32))
+    config = json.loads((qwen_moe() / "config.json").read_text())
+    with pytest.raises(ModelError, match="norm_topk_prob is false"):
+        build(DummyCheckpoint(qwen_moe(), {**config, "norm_topk_prob": False}, 0), PlainOps(torch.float32))
 
 
 def test_the_shape_of_a_released_model_builds_with_random_weights():
