@@ -29,7 +29,10 @@ class SlotState:
         )  # fmt: skip
         self.arrays: dict[int, tuple[Tensor, ...]] = {}  # by the layout's index
         for i, dtype, shape, first, end in places:
-            array = self._slots[:, first:end].view(getattr(torch, dtype)).view(slots + 1, *shape)
+            if end > first:
+                array = self._slots[:, first:end].view(getattr(torch, dtype)).view(slots + 1, *shape)
+            else:  # of a rank without heads
+                array = torch.zeros((slots + 1, *shape), dtype=getattr(torch, dtype), device=device)
             self.arrays[i] = (*self.arrays.get(i, ()), array)
 
     def set(self, slot: int, snapshot: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.log.caches import CacheLayout, Latent
-from slipstream.models.experts import mixture, read_count, read_router, read_top_k
+from slipstream.models.experts import mixture, read_count, read_groups, read_router, read_top_k
 from slipstream.models.llama import DenseConfig, Llama, Mixer
 from slipstream.models.rotary import rope_parameters, rotary_table, yarn_magnitude
 from slipstream.models.strict import with_defaults
@@ -110,13 +110,9 @@ class DeepseekV3(Llama):
             raise ModelError(f"moe_layer_freq is {config['moe_layer_freq']}; only 1, experts in every layer, is supported")
         if score == "softmax" and config["norm_topk_prob"]:
             raise ModelError("norm_topk_prob is true; the weights of DeepSeek-V2's experts are not normed, so it must be false")
-        groups, best = config["n_group"] or 1, config["topk_group"] or 1
+        groups, best = read_groups(config, experts, group_best := 2 if method == "noaux_tc" else 1)
         if method == "greedy":
             groups = best = 1
-        if experts % groups or not 1 <= best <= groups:
-            raise ModelError(f"n_group is {groups} and topk_group {best}, which do not fit {experts} experts")
-        if groups > 1 and method == "noaux_tc" and experts // groups < 2:
-            raise ModelError(f"n_group is {groups}: a group of {experts} experts needs at least 2")
         return DeepseekConfig(
             q_rank=config["q_lora_rank"] or 0,
             latent_dim=config["kv_lora_rank"],
@@ -131,7 +127,7 @@ class DeepseekV3(Llama):
             top_k=read_top_k(config, experts // groups * best, 8),
             groups=groups,
             top_groups=best,
-            group_best=2 if method == "noaux_tc" else 1,
+            group_best=group_best,
             score=score,
             choice_bias=method == "noaux_tc",
             normed=bool(config["norm_topk_prob"]),

@@ -56,3 +56,13 @@ def read_top_k(config: dict, count: int, default: int) -> int:
     if not 1 <= top_k <= count:
         raise ModelError(f"num_experts_per_tok is {top_k}; a token chooses between 1 and all {count} experts")
     return top_k
+
+
+def read_groups(config: dict, count: int, group_best: int) -> tuple[int, int]:
+    """`n_group` and `topk_group` of `count` experts, where a group is as good as its `group_best` best ones together."""
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    if count % groups or not 1 <= best <= groups:
+        raise ModelError(f"n_group is {groups} and topk_group {best}, which do not fit {count} experts")
+    if groups > 1 and count // groups < group_best:
+        raise ModelError(f"n_group is {groups}: a group of {count} experts needs at least {group_best}")
+    return groups, best

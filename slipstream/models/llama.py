@@ -244,8 +244,12 @@ class Llama:
 
     def column_parallel(self, prefix: str, rows: dict[str, tuple[int, Part]], bias: bool) -> Any:
         """Layers that read the same input, as one: by name, how many outputs each has, and which of them are this rank's."""
-        parts = [self.linear(prefix + name, (n, self.config.hidden), rows=part) for name, (n, part) in rows.items()]
-        biases = [self._read(f"{prefix}{name}.bias", (n,), part) for name, (n, part) in rows.items()] if bias else []
+        return self.joined(prefix, [(name, n, part) for name, (n, part) in rows.items()], bias)
+
+    def joined(self, prefix: str, rows: list[tuple[str, int, Part]], bias: bool) -> Any:
+        """Rows of layers that read the same input, as one layer: the layer's name, all its outputs, and those to take."""
+        parts = [self.linear(prefix + name, (n, self.config.hidden), rows=part) for name, n, part in rows]
+        biases = [self._read(f"{prefix}{name}.bias", (n,), part) for name, n, part in rows] if bias else []
         return self.ops.weight(parts, torch.cat(biases) if bias else None)
 
     def row_parallel(self, name: str, width: int, part: Part, bias: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Nemotron-H: each layer is one sublayer, a Mamba-2 mixer, attention without rotation, or an MLP without a gate."""
+"""Nemotron-H: each layer is one sublayer, a Mamba-2 mixer, attention without rotation, an MLP without a gate, or experts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,16 +7,19 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.log.caches import CacheLayout, Paged, PerSlot, StateArray
+from slipstream.log.caches import CacheLayout, Paged
+from slipstream.models.experts import Mixture, read_count, read_groups, read_router, read_top_k
 from slipstream.models.llama import DenseConfig, Llama, Mixer, Sublayer
+from slipstream.models.mamba import MambaConfig, mamba_mixer, read_heads, state_layout
 from slipstream.models.strict import with_defaults
 from slipstream.ops.interface import ForwardStep, Ops
-from slipstream.ops.layers import Mamba2
+from slipstream.ops.layers import Experts, Routing
+from slipstream.weights.experts import ExpertShape, read_plain_experts
 
-MAMBA, ATTENTION, MLP = "linear_attention", "full_attention", "mlp"
-_PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": "moe"}
+MAMBA, ATTENTION, MLP, MOE = "linear_attention", "full_attention", "mlp", "moe"
+_PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": MOE}
 _OLDER_NAMES = {"mamba": MAMBA, "attention": ATTENTION}
-# how states are stored and computed elsewhere, how weights were made, and experts, which a layer that has them is refused for
+# how states are stored and computed elsewhere, how weights were made, and experts, which may be named where no layer has some
 _WITHOUT_EFFECT = (
     "chunk_size", "expand", "mamba_ssm_cache_dtype", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32",
     "time_step_max", "time_step_floor", "time_step_limit", "use_mamba_kernels", "mamba_proj_bias", "n_routed_experts",
@@ -33,25 +36,15 @@ _DEFAULTS = {
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
     "n_groups": 8,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
     "conv_kernel": 4,
     "use_conv_bias": True,
     "time_step_min": 0.001,
     "layer_norm_epsilon": 1e-5,
 }
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class MambaMixer:
-    """Gates, x, B, C and dt as one product, the mixer, and the output's product."""
-
-    ops: Ops
-    inputs: Any
-    spec: Mamba2
-    out: Any
-
-    def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
-        found = self.ops.mamba2(self.ops.linear(x, self.inputs, step), self.spec, step)
-        return self.ops.partial(found, self.out, step)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,13 +68,44 @@ def layer_kinds(config: dict) -> tuple[str, ...]:
         raise ModelError(f"layers_block_type names {len(kinds)} layers, and num_hidden_layers is {count}")
     kinds = tuple(_OLDER_NAMES.get(kind, kind) for kind in kinds)
     for i, kind in enumerate(kinds):
-        if kind not in (MAMBA, ATTENTION, MLP):
-            raise ModelError(f"layers_block_type: {kind!r} of layer {i} is not supported; {MAMBA}, {ATTENTION} and {MLP} are")
+        if kind not in _PATTERN.values():
+            known = ", ".join(_PATTERN.values())
+            raise ModelError(f"layers_block_type: {kind!r} of layer {i} is not supported; known: {known}")
     return kinds
 
 
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The numbers of the experts, with the values that a config.json without them means."""
+
+    count: int
+    top_k: int
+    inner: int
+    shared_inner: int  # of the expert that every token takes
+    groups: int
+    top_groups: int
+    normed: bool
+    scale: float
+
+    @classmethod
+    def read(cls, config: dict) -> "ExpertsConfig":
+        """Raises ModelError for what no layer computes."""
+        count = read_count(config, "n_routed_experts", 8)
+        groups, best = read_groups(config, count, 2)
+        return cls(
+            count=count,
+            top_k=read_top_k(config, count // groups * best, 2),
+            inner=config["moe_intermediate_size"],
+            shared_inner=config["moe_shared_expert_intermediate_size"],
+            groups=groups,
+            top_groups=best,
+            normed=bool(config["norm_topk_prob"]),
+            scale=float(config["routed_scaling_factor"]),
+        )
+
+
 class NemotronH(Llama):
-    """arXiv:2504.03624. A rank has whole groups of Mamba heads, since each group has a norm of its own."""
+    """arXiv:2504.03624, and Nemotron 3 with experts."""
 
     last_norm = "norm_f.weight"
     embedding_name = "embeddings.weight"
@@ -99,82 +123,59 @@ class NemotronH(Llama):
             if config.get(key, value) != value:
                 raise ModelError(f"{key} {config[key]!r} is not supported; {value!r} is")
         self.kinds = layer_kinds(config)
-        self.groups, self.heads_of_all = config["n_groups"], config["mamba_num_heads"]
-        if self.heads_of_all % self.groups:
-            raise ModelError(f"mamba_num_heads {self.heads_of_all} is not a multiple of n_groups {self.groups}")
-        self.mamba_dim, self.state_dim = config["mamba_head_dim"], config["ssm_state_size"]
-        self.kernel, self.conv_bias = config["conv_kernel"], bool(config["use_conv_bias"])
-        self.mamba_bias, self.least_dt = bool(config.get("use_bias")), float(config["time_step_min"])
+        if MOE in self.kinds and config.get("moe_latent_size"):
+            raise ModelError(
+                f"moe_latent_size is {config['moe_latent_size']}; experts of a width of their own are not supported"
+            )
+        heads, groups = read_heads(config, "mamba_num_heads", "n_groups")
+        self.mixers = MambaConfig(
+            num_heads=heads,
+            head_dim=config["mamba_head_dim"],
+            groups=groups,
+            state_dim=config["ssm_state_size"],
+            kernel=config["conv_kernel"],
+            conv_bias=bool(config["use_conv_bias"]),
+            bias=bool(config.get("use_bias")),
+            dt_limits=(float(config["time_step_min"]), float("inf")),
+            eps=config["layer_norm_epsilon"],
+        )
+        if MOE in self.kinds:
+            self.experts = ExpertsConfig.read(config)
         read = with_defaults(config, {"num_hidden_layers": len(self.kinds), "rms_norm_eps": config["layer_norm_epsilon"]})
         return DenseConfig.read(read)
 
     def cache_layouts(self) -> tuple[CacheLayout, ...]:
-        first, last = self.ops.shard.even(self.groups)
-        self.own_groups = first, last
-        share = self.heads_of_all // self.groups
-        self.own_heads = first * share, last * share
-        heads = (last - first) * share
-        channels = heads * self.mamba_dim + 2 * (last - first) * self.state_dim
-        state = PerSlot(
-            (
-                StateArray((self.kernel - 1, channels), str(self.ops.dtype).removeprefix("torch.")),
-                StateArray((heads, self.mamba_dim, self.state_dim), "float32"),
-            )
-        )
-        layouts = {MAMBA: state, ATTENTION: Paged(self.heads.num_kv_heads, self.config.head_dim), MLP: None}
-        return tuple(layouts[kind] for kind in self.kinds)
+        heads = Paged(self.heads.num_kv_heads, self.config.head_dim)
+        layouts = {MAMBA: state_layout(self.ops, self.mixers), ATTENTION: heads}
+        return tuple(layouts.get(kind) for kind in self.kinds)
 
     def rotary_tables(self, config: dict) -> tuple[Tensor | None, ...]:
         return (None,) * self.config.layers
 
     def layer(self, i: int, prefix: str) -> list[Sublayer]:
-        make = {MAMBA: self.mamba, ATTENTION: self.attend, MLP: self.feed_forward}[self.kinds[i]]
+        make = {MAMBA: self.mamba, ATTENTION: self.attend, MLP: self.feed_forward, MOE: self.mixture}[self.kinds[i]]
         return [Sublayer(self.norm_weight(prefix + "norm.weight", self.config.hidden), make(i, prefix + "mixer."))]
 
-    def feed_forward(self, i: int, prefix: str) -> Mixer:
-        c, part = self.config, self.ops.shard.even(self.config.intermediate)
-        up = self.column_parallel(prefix, {"up_proj": (c.intermediate, part)}, c.mlp_bias)
-        return PlainMLP(self.ops, up, self.row_parallel(prefix + "down_proj", c.intermediate, part, c.mlp_bias))
-
     def mamba(self, i: int, prefix: str) -> Mixer:
-        """The rows of `in_proj` are gates, x, B, C and dt of all heads, in this order."""
-        ops, read = self.ops, self.checkpoint.tensor
-        (first, last), (group, end), n = self.own_heads, self.own_groups, self.state_dim
-        inner, all_groups = self.heads_of_all * self.mamba_dim, self.groups * n
-        own = first * self.mamba_dim, last * self.mamba_dim
+        return mamba_mixer(self, i, prefix, self.mixers)
 
-        def at(start: int, part: tuple[int, int]) -> tuple[int, int]:
-            return start + part[0], start + part[1]
+    def feed_forward(self, i: int, prefix: str) -> Mixer:
+        return self.plain_mlp(prefix, self.config.intermediate)
 
-        channels = [own, at(inner, (group * n, end * n)), at(inner + all_groups, (group * n, end * n))]
-        width = inner + 2 * all_groups
-        rows = [own, *(at(inner, part) for part in channels), at(inner + width, (first, last))]
-        total = inner + width + self.heads_of_all
-        parts = [self.linear(prefix + "in_proj", (total, self.config.hidden), rows=part) for part in rows]
-        biases = [self._read(prefix + "in_proj.bias", (total,), part) for part in rows] if self.mamba_bias else []
+    def plain_mlp(self, prefix: str, inner: int) -> PlainMLP:
+        part, bias = self.ops.shard.even(inner), self.config.mlp_bias
+        up = self.column_parallel(prefix, {"up_proj": (inner, part)}, bias)
+        return PlainMLP(self.ops, up, self.row_parallel(prefix + "down_proj", inner, part, bias))
 
-        def of_heads(name: str) -> Tensor:
-            return read(prefix + name, (self.heads_of_all,), rows=(first, last), dtype=torch.float32)
-
-        def of_channels(name: str, shape: tuple[int, ...]) -> Tensor:
-            tensors = [read(prefix + name, (width, *shape), rows=part, dtype=torch.float32) for part in channels]
-            joined = torch.cat(tensors)
-            return ops.tensor(joined.flatten(1).t().contiguous() if shape else joined)
-
-        norm = read(prefix + "norm.weight", (inner,), rows=own, dtype=ops.dtype)
-        spec = Mamba2(
-            cache=i,
-            num_heads=last - first,
-            head_dim=self.mamba_dim,
-            groups=end - group,
-            state_dim=n,
-            conv=of_channels("conv1d.weight", (1, self.kernel)),
-            conv_bias=of_channels("conv1d.bias", ()) if self.conv_bias else None,
-            rate=ops.tensor(of_heads("A_log").exp()),
-            dt_bias=ops.tensor(of_heads("dt_bias")),
-            skip=ops.tensor(of_heads("D")),
-            dt_limits=(self.least_dt, float("inf")),
-            norm=ops.norm_weight(norm, self.config.eps),
-        )
-        inputs = ops.weight(parts, torch.cat(biases) if biases else None)
-        return MambaMixer(ops, inputs, spec, self.row_parallel(prefix + "out_proj", inner, own, self.mamba_bias))
+    def mixture(self, i: int, prefix: str) -> Mixer:
+        ops, e = self.ops, self.experts
+        choice_bias = self.checkpoint.tensor(prefix + "gate.e_score_correction_bias", (e.count,), dtype=torch.float32)
+        routing = Routing(
+            read_router(self, prefix + "gate", e.count), e.top_k, "sigmoid", choice_bias=ops.tensor(choice_bias),
+            normed=e.normed, scale=e.scale, groups=e.groups, top_groups=e.top_groups,
+        )  # fmt: skip
+        shape = ExpertShape(e.count, e.inner, self.config.hidden, ops.shard.even(e.inner))
+        up, down = read_plain_experts(self.checkpoint, prefix + "experts.", shape, ops.dtype)
+        shared = self.plain_mlp(prefix + "shared_experts.", e.shared_inner)
+        weights = ops.expert_weight(up), ops.expert_weight(down)
+        return Mixture(ops, Experts(routing, *weights, "relu2", shared=(shared.up, shared.down)))

@@ -62,8 +62,10 @@ class DeltaNet:
     out: Any
 
     def __call__(self, x: Tensor, step: ForwardStep) -> Tensor:
-        found = self.ops.gated_delta(self.ops.linear(x, self.inputs, step), self.spec, step)
-        return self.ops.partial(found, self.out, step)
+        mixed = self.ops.linear(x, self.inputs, step)
+        if self.spec.heads.num_q_heads:  # a rank may have none
+            mixed = self.ops.gated_delta(mixed, self.spec, step)
+        return self.ops.partial(mixed, self.out, step)
 
 
 class Qwen35(Llama):
@@ -171,9 +173,3 @@ class Qwen35(Llama):
         queries = (heads.kv_start * key, heads.kv_stop * key)
         values = (2 * keys + heads.q_start * d.value_dim, 2 * keys + heads.q_stop * d.value_dim)
         return [queries, (keys + queries[0], keys + queries[1]), values]
-
-    def joined(self, prefix: str, rows: list[tuple[str, int, Part]], bias: bool) -> Any:
-        """Rows of layers that read the same input, as one layer: the layer's name, all its outputs, and those to take."""
-        parts = [self.linear(prefix + name, (n, self.config.hidden), rows=part) for name, n, part in rows]
-        biases = [self._read(f"{prefix}{name}.bias", (n,), part) for name, n, part in rows] if bias else []
-        return self.ops.weight(parts, torch.cat(biases) if bias else None)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Qwen3.5-MoE whose gated delta nets store their input's rows by key head, and which may have layers without experts."""
+"""Qwen3-Next: Qwen3.5-MoE that stores rows of gated delta nets by key head, and may have layers without experts."""
 
 from slipstream.models.qwen3_5_moe import Qwen35Moe
 from slipstream.weights.parts import Part
@@ -10,7 +10,7 @@ class Qwen3Next(Qwen35Moe):
     defaults = {**Qwen35Moe.defaults, "num_experts": 512, "num_experts_per_tok": 10, "intermediate_size": 5632}
 
     def delta_rows(self) -> list[tuple[str, int, Part]]:
-        """`in_proj_qkvz` has, of each key head, its query, its key, its value heads and their gates; `in_proj_ba` their b, a."""
+        """`in_proj_qkvz` has of each key head its query, key, value heads and their gates; `in_proj_ba` their b and a."""
         d, heads = self.delta, self.delta_heads
         share = d.value_heads // d.key_heads
         size, values = 2 * d.key_dim + 2 * share * d.value_dim, range(heads.q_start, heads.q_stop)

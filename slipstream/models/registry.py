@@ -9,6 +9,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.deepseek import DeepseekV2, DeepseekV3
 from slipstream.models.gemma import Gemma2, Gemma3
 from slipstream.models.gpt_oss import GptOss
+from slipstream.models.granite_hybrid import GraniteHybrid
 from slipstream.models.llama import Llama
 from slipstream.models.mistral import Ministral, Mistral
 from slipstream.models.mixtral import Mixtral
@@ -33,6 +34,7 @@ ARCHITECTURES: dict[str, Build] = {
     "DeepseekV2ForCausalLM": DeepseekV2,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "GptOssForCausalLM": GptOss,
+    "GraniteMoeHybridForCausalLM": GraniteHybrid,
     "MixtralForCausalLM": Mixtral,
     "NemotronHForCausalLM": NemotronH,
     "Qwen2ForCausalLM": Qwen2,

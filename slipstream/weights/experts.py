@@ -37,22 +37,46 @@ def read_experts(
 
     prefix: of the experts' names, as in `{prefix}gate_up_proj` or `{prefix}7.gate_proj.weight`. names: of an expert's layers.
     """
-    count, inner, hidden, (start, stop) = shape
+    count, inner, hidden, _ = shape
     if checkpoint.has(prefix + "gate_up_proj"):
-        both = (count, 2 * inner, hidden)
-        halves = [
-            checkpoint.tensor(prefix + "gate_up_proj", both, cols=(start + at, stop + at), dtype=dtype) for at in (0, inner)
-        ]
-        down = checkpoint.tensor(prefix + "down_proj", (count, hidden, inner), inner=shape.part, dtype=dtype)
-        return dense(torch.cat(halves, 1)), dense(down)
+        return read_stacked_experts(checkpoint, prefix + "gate_up_proj", prefix + "down_proj", shape, dtype)
 
     def stacked(name: str, size: tuple[int, int], **part: Part) -> Tensor:
-        return torch.stack(
-            [checkpoint.tensor(f"{prefix}{e}.{name}.weight", size, **part, dtype=dtype) for e in range(count)]
-        )  # fmt: skip
+        return _stack(checkpoint, prefix, name, (count, *size), dtype, **part)
 
     gate, up = (stacked(name, (inner, hidden), rows=shape.part) for name in names[:2])
     return dense(torch.cat([gate, up], 1)), dense(stacked(names[2], (hidden, inner), cols=shape.part))
+
+
+def read_stacked_experts(
+    checkpoint: Any, gate_up: str, down: str, shape: ExpertShape, dtype: torch.dtype
+) -> tuple[Packed, Packed]:  # fmt: skip
+    """The same from two tensors of these names, [count, 2 * inner, hidden] and [count, hidden, inner]."""
+    count, inner, hidden, (start, stop) = shape
+    both = (count, 2 * inner, hidden)
+    halves = [checkpoint.tensor(gate_up, both, cols=(start + at, stop + at), dtype=dtype) for at in (0, inner)]
+    last = checkpoint.tensor(down, (count, hidden, inner), inner=shape.part, dtype=dtype)
+    return dense(torch.cat(halves, 1)), dense(last)
+
+
+def read_plain_experts(checkpoint: Any, prefix: str, shape: ExpertShape, dtype: torch.dtype) -> tuple[Packed, Packed]:
+    """Experts without a gate, stacked or one by one: [count, part, hidden] and [count, hidden, part]."""
+    count, inner, hidden, part = shape
+    if checkpoint.has(prefix + "up_proj"):
+        up = checkpoint.tensor(prefix + "up_proj", (count, inner, hidden), cols=part, dtype=dtype)
+        down = checkpoint.tensor(prefix + "down_proj", (count, hidden, inner), inner=part, dtype=dtype)
+    else:
+        up = _stack(checkpoint, prefix, "up_proj", (count, inner, hidden), dtype, rows=part)
+        down = _stack(checkpoint, prefix, "down_proj", (count, hidden, inner), dtype, cols=part)
+    return dense(up), dense(down)
+
+
+def _stack(
+    checkpoint: Any, prefix: str, name: str, shape: tuple[int, int, int], dtype: torch.dtype, **part: Part
+) -> Tensor:  # fmt: skip
+    """A part of the same layer of all experts, each of which is stored by itself."""
+    names = [f"{prefix}{e}.{name}.weight" for e in range(shape[0])]
+    return torch.stack([checkpoint.tensor(n, shape[1:], **part, dtype=dtype) for n in names])
 
 
 def read_interleaved_experts(checkpoint: Any, prefix: str, shape: ExpertShape, dtype: torch.dtype) -> tuple[Packed, Packed]:

@@ -37,6 +37,35 @@ def nemotron():
     return checkpoints._folder("nemotron_h", json.dumps(NEMOTRON, sort_keys=True))
 
 
+def nemotron_moe():
+    """Also two groups of experts of which one is chosen, and one layer of each kind."""
+    fields = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"]}
+    fields |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2}
+    fields |= {"moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 2.5, "mlp_bias": True}
+    return checkpoints.tiny("nemotron_h", **{**NEMOTRON, **fields})
+
+
+GRANITE = {
+    "hidden_size": 64, "intermediate_size": 20, "shared_intermediate_size": 28, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
+    "mamba_d_state": 16, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625,
+    "logits_scaling": 0.5, "rms_norm_eps": 1e-3, "time_step_limit": (0.01, 1.5),
+}  # fmt: skip
+
+
+def granite():
+    """One group of heads, all of which rank 0 then holds."""
+    return checkpoints.tiny("granitemoehybrid", **GRANITE, seed=3)
+
+
+def granite_dense():
+    """Without experts, with rotation, and with two groups."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    fields = {"num_local_experts": 0, "position_embedding_type": "rope", "rope_parameters": rope, "mamba_n_groups": 2}
+    return checkpoints.tiny("granitemoehybrid", **{**GRANITE, **fields}, mamba_proj_bias=True)
+
+
 QWEN_MOE = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
@@ -53,7 +82,15 @@ def qwen_next():
     return checkpoints.tiny("qwen3_next", **QWEN_MOE, mlp_only_layers=[1], intermediate_size=96)
 
 
-FAMILIES = {"Qwen3.5": qwen, "Nemotron-H": nemotron, "Qwen3.5-MoE": qwen_moe, "Qwen3-Next": qwen_next}
+FAMILIES = {
+    "Qwen3.5": qwen,
+    "Nemotron-H": nemotron,
+    "Nemotron-H, experts": nemotron_moe,
+    "Qwen3.5-MoE": qwen_moe,
+    "Qwen3-Next": qwen_next,
+    "Granite 4": granite,
+    "Granite 4, dense": granite_dense,
+}
 
 
 def reference(path) -> list[torch.Tensor]:
@@ -231,7 +268,7 @@ def test_the_shape_of_a_released_model_builds_with_random_weights():
 
 @pytest.mark.parametrize(
     "pattern, said",
-    [("M*-E", "'moe' of layer 3 is not supported"), ("M*-", "layers_block_type names 3 layers, and num_hidden_layers is 4")],
+    [("M*-X", "'X' of layer 3 is not supported"), ("M*-", "layers_block_type names 3 layers, and num_hidden_layers is 4")],
 )
 def test_layers_of_nemotron_h_that_cannot_run_are_refused_by_name(pattern, said):
     config = json.loads((nemotron() / "config.json").read_text())
@@ -239,3 +276,20 @@ def test_layers_of_nemotron_h_that_cannot_run_are_refused_by_name(pattern, said)
     config |= {"hybrid_override_pattern": pattern, "num_hidden_layers": 4}
     with pytest.raises(ModelError, match=said):
         build(DummyCheckpoint(nemotron(), config, 0), PlainOps(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "tiny, fields, said",
+    [
+        (nemotron_moe, {"moe_latent_size": 32}, "moe_latent_size is 32"),
+        (nemotron_moe, {"topk_group": 5}, "n_group is 4 and topk_group 5, which do not fit 8 experts"),
+        (nemotron, {"n_groups": 4}, "mamba_num_heads 6 is not a multiple of n_groups 4"),
+        (granite, {"residual_multiplier": 0.0}, "residual_multiplier is 0.0; it must be a number above 0"),
+        (granite, {"mamba_d_head": 8}, "mamba_n_heads 8 heads of mamba_d_head 8 are not .* hidden_size, 128"),
+        (granite, {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+    ],
+)
+def test_numbers_of_mixers_and_experts_that_cannot_be_are_refused_by_name(tiny, fields, said):
+    config = json.loads((tiny() / "config.json").read_text())
+    with pytest.raises(ModelError, match=said):
+        build(DummyCheckpoint(tiny(), {**config, **fields}, 0), PlainOps(torch.float32))
