@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.models.composite import text_of
 from slipstream.models.llama import DenseConfig, Llama, Sublayer
 from slipstream.models.rotary import rotary_table
 from slipstream.models.strict import derived, with_defaults
 from slipstream.models.windows import FULL, SLIDING, layer_windows
+from slipstream.ops.interface import Ops
 
 # what a config.json of either family may leave out, and then means
 _DEFAULTS = {
@@ -70,6 +72,13 @@ class Gemma3(Gemma2):
     """arXiv:2503.19786. Of six layers, five have a window and a rotary base of their own; queries and keys are normed."""
 
     defaults = _DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+
+    def __init__(self, config: dict, checkpoint: Any, ops: Ops, max_len: int | None = None):
+        config, composite = text_of(config)
+        if composite:
+            older = checkpoint.has("language_model.model.embed_tokens.weight")
+            self.prefix = "language_model.model." if older else "model.language_model."
+        super().__init__(config, checkpoint, ops, max_len)
 
     def slides(self, config: dict) -> Any:
         every = config.get("sliding_window_pattern") or 6

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.log.caches import CacheLayout, PerSlot, StateArray
+from slipstream.models.composite import text_of
 from slipstream.models.llama import DenseConfig, Llama, Mixer, SelfAttention, Sublayer
 from slipstream.models.rotary import rotary_table
-from slipstream.models.strict import derived, with_defaults
+from slipstream.models.strict import with_defaults
 from slipstream.ops.interface import ForwardStep, Ops
 from slipstream.ops.layers import GatedDelta
 from slipstream.weights.parts import Part
@@ -72,12 +73,10 @@ class Qwen35(Llama):
     """Follows the `qwen3_5` code of transformers; the gated delta net is arXiv:2412.06464."""
 
     def __init__(self, config: dict, checkpoint: Any, ops: Ops, max_len: int | None = None):
-        text = config.get("text_config")
-        if text is not None:  # a composite checkpoint, of which this is the text
+        config, composite = text_of(config)
+        if composite:
             self.prefix = "model.language_model."
-            tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-            text = derived(text, {**text, "tie_word_embeddings": tied})
-        super().__init__(config if text is None else text, checkpoint, ops, max_len)
+        super().__init__(config, checkpoint, ops, max_len)
 
     def read_config(self, config: dict) -> DenseConfig:
         self.delta = d = DeltaConfig.read(config)

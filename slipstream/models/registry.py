@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, Build] = {
     "MinistralForCausalLM": Ministral,
     "Gemma2ForCausalLM": Gemma2,
     "Gemma3ForCausalLM": Gemma3,
+    "Gemma3ForConditionalGeneration": Gemma3,
     "DeepseekV2ForCausalLM": DeepseekV2,
     "DeepseekV3ForCausalLM": DeepseekV3,
     "GptOssForCausalLM": GptOss,

@@ -8,11 +8,14 @@ import pathlib
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.log.caches import Window
 from slipstream.weights.checkpoint import open_checkpoint
 from tests.device.groups import Group, request
 from tests.helpers.checkpoints import gemma3, tiny_gemma3
+from tests.models.test_golden import run
 
 REAL = json.loads((pathlib.Path(__file__).parents[1] / "data" / "gemma3_greedy.json").read_text())
 CASES = {case["name"]: case for case in REAL["cases"]}
@@ -91,3 +94,19 @@ def test_a_windowed_request_goes_on_from_the_pages_of_a_prefix(expected):
             group.launch([(1, position, 1, True)])
             found.append(int(group.outcome().tokens[0, 0]))
         assert found == expected[:6]
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_a_composite_checkpoint_loads_as_text(prefix, tmp_path):
+    """As older and newer files name it, beside tensors of its vision tower."""
+    config = json.loads((tiny_gemma3() / "config.json").read_text())
+    tied = load_file(tiny_gemma3() / "model.safetensors")
+    named = {name.replace("model.", prefix, 1): tensor for name, tensor in tied.items()}
+    vision = "vision_tower.vision_model.embeddings.position_embedding.weight"
+    named |= {vision: torch.ones(2, 2), "multi_modal_projector.mm_soft_emb_norm.weight": torch.ones(2)}
+    save_file(named, tmp_path / "model.safetensors")
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
+    whole |= {"vision_config": {"hidden_size": 2}, "mm_tokens_per_image": 256, "boi_token_index": 255_999}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    for a, b in zip(run(tmp_path, 1, 1000), run(tiny_gemma3(), 1, 1000), strict=True):
+        assert torch.equal(a, b)
