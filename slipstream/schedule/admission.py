@@ -146,21 +146,23 @@ class Admission:
             if not replica.cache.known(key) and prefills.goes_before(id, pending_prefill(waiting, left)):
                 return True
             waiting.awaits = None
-        if not replica.prefilling:
+        if not replica.prefilling or (replica.limits.snapshot_tokens and not replica.limits.snapshots):
             return False
         page_size = replica.limits.page_size
         keys = self.keys(waiting)[: (request.prompt_len - 1) // page_size]
         found = self._cached(request, request.prompt_len, keys).columns
         if found == len(keys) or request.sampling.prompt_logprobs >= 0:
             return False
+        every = replica.limits.snapshot_tokens // page_size or 1  # pages to the next place where a hit can end
         for slot in replica.prefilling:
             own = replica.keys[slot]
             most = min(int(replica.bound[slot]) // page_size, len(own), len(keys))
-            if int(replica.computed[slot]) // page_size <= found < most and own[found] == keys[found]:
-                common = next((i for i in range(found, most) if own[i] != keys[i]), most)
+            usable = int(replica.computed[slot]) // page_size // every * every
+            if usable <= found < most and own[found] == keys[found]:
+                common = next((i for i in range(found, most) if own[i] != keys[i]), most) // every * every
                 # the common pages count twice: if this one went first, both would compute them
                 left = request.prompt_len + (common - 2 * found) * page_size
-                if prefills.goes_before(id := int(replica.ids[slot]), pending_prefill(waiting, left)):
+                if common > found and prefills.goes_before(id := int(replica.ids[slot]), pending_prefill(waiting, left)):
                     waiting.awaits = (id, keys[common - 1], left)
                     return True
         return False

@@ -84,6 +84,19 @@ def test_ff26_many_requests_with_one_prefix_compute_it_once(asynchronous: bool):
 
 
 @BOTH
+def test_requests_that_come_between_two_snapshots_wait_for_the_next_one(asynchronous: bool):
+    limits = one_table(pages=200, slots=32, max_len=256)._replace(snapshots=8, snapshot_tokens=64)
+    group = ToyGroup(asynchronous=asynchronous, cap=16, limits=limits)
+    prefix = [7] * 140
+    for i in range(8):
+        group.submit(request(i, [*prefix, i + 10], 6))
+        group.turn()
+    group.run()
+    group.assert_right()
+    assert sorted(group.cached.values()) == [0] + [128] * 7
+
+
+@BOTH
 def test_who_waits_for_a_common_beginning_joins_when_it_is_computed_and_not_when_its_owner_ends(asynchronous: bool):
     group = ToyGroup(asynchronous=asynchronous, cap=64, pages=200, slots=16, max_len=512)
     group.submit(request(1, [*[7] * 200, 1], 200), request(2, [*[7] * 200, 2], 20))
