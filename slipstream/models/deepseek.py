@@ -162,14 +162,23 @@ class DeepseekV3(Llama):
 
     def latent_attention(self, i: int, prefix: str, own: Part) -> LatentAttention:
         c, m, ops, heads = self.config, self.more, self.ops, self.heads.num_q_heads
-        size = m.nope_dim + m.value_dim
-        up = self._read(prefix + "kv_b_proj.weight", (c.num_q_heads * size, m.latent_dim), _scaled(own, size))
-        key_up, value_up = up.view(heads, size, m.latent_dim).split([m.nope_dim, m.value_dim], 1)
+        key_up, value_up = self.heads_up(prefix, own)
         norm = ops.norm_weight(self._read(prefix + "kv_a_layernorm.weight", (m.latent_dim,)), _LATENT_EPS)
         return LatentAttention(
             i, 0, heads, m.latent_dim, m.nope_dim, m.rope_dim, m.value_dim, c.attention_scale, self.rotary[i], norm,
             ops.tensor(key_up.contiguous()), ops.tensor(value_up.contiguous()),
         )  # fmt: skip
+
+    def heads_up(self, prefix: str, own: Part) -> tuple[Tensor, Tensor]:
+        """What makes keys and values of the latent vector: [heads, nope_dim, latent_dim] and [heads, value_dim, latent_dim]."""
+        m, count, read = self.more, self.config.num_q_heads, self._read
+        if prefix + "k_b_proj.weight" in self.checkpoint.names():  # of a GGUF file, keys the other way round
+            keys = read(prefix + "k_b_proj.weight", (count, m.latent_dim, m.nope_dim), own).transpose(1, 2)
+            return keys, read(prefix + "v_b_proj.weight", (count, m.value_dim, m.latent_dim), own)
+        size = m.nope_dim + m.value_dim
+        up = read(prefix + "kv_b_proj.weight", (count * size, m.latent_dim), _scaled(own, size))
+        keys, values = up.view(-1, size, m.latent_dim).split([m.nope_dim, m.value_dim], 1)
+        return keys, values
 
     def whole(self, name: str, out: int, order: Tensor | None) -> Any:
         """A layer that every rank holds whole. order: of its outputs, where it is not the file's."""

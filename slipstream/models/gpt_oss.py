@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.experts import Mixture, read_count, read_router, read_top_k
@@ -11,7 +10,7 @@ from slipstream.models.llama import DenseConfig, Llama, Mixer
 from slipstream.models.strict import with_defaults
 from slipstream.models.windows import layer_windows
 from slipstream.ops.layers import SWIGLU_ALPHA, SWIGLU_LIMIT, Attention, Experts, Routing
-from slipstream.weights.experts import ExpertShape, read_interleaved_experts, split_pairs
+from slipstream.weights.experts import ExpertShape, read_interleaved_biases, read_interleaved_experts
 
 _DEFAULTS = {
     "head_dim": 64,
@@ -53,20 +52,15 @@ class GptOss(Llama):
         ops, c, count = self.ops, self.config, self.experts
         shape = ExpertShape(count, c.intermediate, c.hidden, ops.shard.even(c.intermediate))
         gate_up, down = read_interleaved_experts(self.checkpoint, prefix + "experts.", shape, ops.dtype)
-        start, stop = shape.part
-        gate_up_bias = self.bias(prefix + "experts.gate_up_proj_bias", (count, 2 * c.intermediate))[:, 2 * start : 2 * stop]
-        down_bias = self.bias(prefix + "experts.down_proj_bias", (count, c.hidden)) if ops.shard.rank == 0 else None
+        gate_up_bias, down_bias = read_interleaved_biases(self.checkpoint, prefix + "experts.", shape, ops.dtype)
         routing = Routing(
             read_router(self, prefix + "router", count),
             self.top_k,
             "softmax_of_chosen",
             bias=ops.tensor(self.checkpoint.tensor(prefix + "router.bias", (count,), dtype=torch.float32)),
         )
-        weights = ops.expert_weight(gate_up, split_pairs(gate_up_bias)), ops.expert_weight(down, down_bias)
+        weights = ops.expert_weight(gate_up, gate_up_bias), ops.expert_weight(down, down_bias if ops.shard.rank == 0 else None)
         return Mixture(ops, Experts(routing, *weights, c.gate))
-
-    def bias(self, name: str, shape: tuple[int, int]) -> Tensor:
-        return self.checkpoint.tensor(name, shape, dtype=self.ops.dtype)
 
 
 def _refuse_another(config: dict, key: str, known: str, value: object) -> None:

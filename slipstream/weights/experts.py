@@ -83,6 +83,11 @@ def read_interleaved_experts(checkpoint: Any, prefix: str, shape: ExpertShape, d
     """The same from gpt-oss's tensors: `{prefix}gate_up_proj` [count, hidden, 2 * inner], or `..._blocks` and `..._scales`."""
     count, inner, hidden, (start, stop) = shape
     both = 2 * start, 2 * stop
+    if f"{prefix}gate_proj.weight" in checkpoint.names():  # of a GGUF file
+        names, size = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"), (count, inner, hidden)
+        halves = [checkpoint.tensor(name, size, cols=shape.part, dtype=dtype) for name in names]
+        down = checkpoint.tensor(prefix + "down_proj.weight", (count, hidden, inner), inner=shape.part, dtype=dtype)
+        return dense(torch.cat(halves, 1)), dense(down)
     if f"{prefix}gate_up_proj_blocks" in checkpoint.names():
         gate_up = _read_mxfp4(checkpoint, prefix + "gate_up_proj", (count, 2 * inner, hidden), both, (0, hidden), dtype)
         down = _read_mxfp4(checkpoint, prefix + "down_proj", (count, hidden, inner), (0, hidden), shape.part, dtype)
@@ -91,6 +96,18 @@ def read_interleaved_experts(checkpoint: Any, prefix: str, shape: ExpertShape, d
         gate_up = checkpoint.tensor(name, (count, hidden, 2 * inner), inner=both, dtype=dtype).transpose(1, 2)
         down = checkpoint.tensor(prefix + "down_proj", (count, inner, hidden), cols=shape.part, dtype=dtype).transpose(1, 2)
     return dense(split_pairs(gate_up)), dense(down.contiguous())
+
+
+def read_interleaved_biases(checkpoint: Any, prefix: str, shape: ExpertShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of the same layers: [count, 2 * part] and [count, hidden]."""
+    count, inner, hidden, (start, stop) = shape
+    if f"{prefix}gate_proj.bias" in checkpoint.names():
+        halves = [
+            checkpoint.tensor(f"{prefix}{n}_proj.bias", (count, inner), cols=shape.part, dtype=dtype) for n in ("gate", "up")
+        ]
+        return torch.cat(halves, 1), checkpoint.tensor(prefix + "down_proj.bias", (count, hidden), dtype=dtype)
+    gate_up = checkpoint.tensor(prefix + "gate_up_proj_bias", (count, 2 * inner), cols=(2 * start, 2 * stop), dtype=dtype)
+    return split_pairs(gate_up), checkpoint.tensor(prefix + "down_proj_bias", (count, hidden), dtype=dtype)
 
 
 def split_pairs(gate_up: Tensor) -> Tensor:

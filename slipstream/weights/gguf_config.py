@@ -5,13 +5,11 @@ Follows llama.cpp's `convert_hf_to_gguf.py` backwards.
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 from slipstream.errors import ModelError
+from slipstream.weights.gguf_experts import DEEPSEEK_LAYER, GPT_OSS_LAYER, Take, deepseek, gpt_oss
 from slipstream.weights.gguf_file import GGUFFile
-
-Take = Callable[..., Any]  # a key of the architecture, and what counts where it is absent; it is then known
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -20,6 +18,8 @@ _ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",  # and V3, which scores experts otherwise
 }
 _GEMMA = ("gemma2", "gemma3")
 _MIXTRAL = "MixtralForCausalLM"  # stored as `llama` with experts
@@ -57,13 +57,25 @@ _MIXTRAL_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.w3",
     "ffn_down_exps": "block_sparse_moe.experts.w2",
 }
+_OWN_LAYER = {
+    "llama": _MIXTRAL_EXPERTS,
+    "gpt-oss": GPT_OSS_LAYER,
+    "deepseek2": DEEPSEEK_LAYER,
+    **dict.fromkeys(_GEMMA, _GEMMA_LAYER),
+}
 _NO_WEIGHTS = ("rope_freqs.weight",)  # read for the config
 
 
 def hf_names(file: GGUFFile) -> dict[str, str]:
     """Hugging Face's name of each tensor to GGUF's; a tensor that is not known keeps GGUF's name, so that nothing reads it."""
     arch = file.metadata.get("general.architecture", "")
-    layer = _LAYER | (_GEMMA_LAYER if arch in _GEMMA else _MIXTRAL_EXPERTS if arch == "llama" else _EXPERTS)
+    own = {
+        "llama": _MIXTRAL_EXPERTS,
+        "gpt-oss": GPT_OSS_LAYER,
+        "deepseek2": DEEPSEEK_LAYER,
+        **dict.fromkeys(_GEMMA, _GEMMA_LAYER),
+    }
+    layer = _LAYER | own.get(arch, _EXPERTS)
     return {_hf_name(name, layer): name for name in file.tensors if name not in _NO_WEIGHTS}
 
 
@@ -73,6 +85,8 @@ def _hf_name(name: str, layer: dict[str, str]) -> str:
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if match and f"{match[2]}.{kind}" in layer:
+        return f"model.layers.{match[1]}.{layer[f'{match[2]}.{kind}']}"
     if match and match[2] in layer:
         return f"model.layers.{match[1]}.{layer[match[2]]}.{kind}"
     return name
@@ -113,7 +127,7 @@ def hf_config(file: GGUFFile) -> dict:
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": take("attention.head_count_kv", heads),
-        "head_dim": take("attention.key_length", hidden // heads),
+        "head_dim": left.get(f"{arch}.attention.key_length", hidden // heads),
         "max_position_embeddings": need("context_length"),
         "rms_norm_eps": _round(need("attention.layer_norm_rms_epsilon")),
         "rope_theta": float(take("rope.freq_base", 10000.0)),
@@ -129,11 +143,8 @@ def hf_config(file: GGUFFile) -> dict:
     scaling = _rope_scaling(file, take, config)
     if scaling:
         config["rope_scaling"] = scaling
-    rotated, values = take("rope.dimension_count"), take("attention.value_length", config["head_dim"])
-    if rotated and rotated != config["head_dim"]:
-        config["partial_rotary_factor"] = rotated / config["head_dim"]
-    if values != config["head_dim"]:
-        left[f"{arch}.attention.value_length"] = values
+    if arch != "deepseek2":
+        _head_sizes(arch, take, config, left)
     if window := take("attention.sliding_window"):
         config["sliding_window"] = window
     take("vocab_size")
@@ -142,6 +153,16 @@ def hf_config(file: GGUFFile) -> dict:
     if experts := take("expert_count"):
         config |= _experts(arch, experts, take, config)
     return config | left
+
+
+def _head_sizes(arch: str, take: Take, config: dict, left: dict) -> None:
+    """Heads of which a part is rotated; a file whose values are not as wide as its keys keeps that key, which nothing reads."""
+    take("attention.key_length")
+    rotated, values = take("rope.dimension_count"), take("attention.value_length", config["head_dim"])
+    if rotated and rotated != config["head_dim"]:
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if values != config["head_dim"]:
+        left[f"{arch}.attention.value_length"] = values
 
 
 def _gemma(arch: str, take: Take, config: dict) -> dict:
@@ -164,6 +185,10 @@ def _gemma(arch: str, take: Take, config: dict) -> dict:
 
 
 def _experts(arch: str, experts: int, take: Take, config: dict) -> dict:
+    if arch == "deepseek2":
+        return deepseek(take, config, experts)
+    if arch == "gpt-oss":
+        return gpt_oss(take, config, experts)
     used = take("expert_used_count")
     if arch == "llama":
         return {"architectures": [_MIXTRAL], "num_local_experts": experts, "num_experts_per_tok": used}
