@@ -98,13 +98,15 @@ def norms_hold_one(file: GGUFFile) -> bool:
 
 
 def hf_config(file: GGUFFile) -> dict:
-    """config.json's content from the metadata. Raises ModelError naming a key that is missing.
+    """config.json's content from the metadata. Raises ModelError naming an architecture that is not known, or a missing key.
 
-    An unknown architecture keeps GGUF's name in `architectures`, so that the models' registry refuses it by that name. Keys of
-    the architecture that are not known here keep GGUF's names as well. A model refuses them as it does those of a config.json.
+    Keys of the architecture that are not known here keep GGUF's names. A model refuses them as it does those of a config.json.
     """
     meta = file.metadata
     arch = meta.get("general.architecture", "")
+    if arch not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        raise ModelError(f"{file.path}: GGUF files of {arch!r} are not supported (known: {known}); safetensors of it may be")
     left = {key: value for key, value in meta.items() if key.startswith(f"{arch}.")}
 
     def take(key: str, default=None):
@@ -113,20 +115,26 @@ def hf_config(file: GGUFFile) -> dict:
     def need(key: str):
         if f"{arch}.{key}" not in left:
             raise ModelError(f"{file.path}: the metadata lack {arch}.{key}")
-        return take(key)
+        return one(key, take(key))
+
+    def one(key: str, value: Any) -> Any:
+        """A number that is the same for all layers."""
+        if isinstance(value, list) and len(set(value)) != 1:
+            raise ModelError(f"{file.path}: {arch}.{key} differs between layers ({value}), which is not supported")
+        return value[0] if isinstance(value, list) else value
 
     hidden, heads = need("embedding_length"), need("attention.head_count")
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path}: there is no token_embd.weight")
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES.get(arch, arch)],
+        "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
         "num_hidden_layers": need("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": take("attention.head_count_kv", heads),
+        "num_key_value_heads": one("attention.head_count_kv", take("attention.head_count_kv", heads)),
         "head_dim": left.get(f"{arch}.attention.key_length", hidden // heads),
         "max_position_embeddings": need("context_length"),
         "rms_norm_eps": _round(need("attention.layer_norm_rms_epsilon")),

@@ -220,9 +220,11 @@ def test_the_rotated_part_of_a_head_is_read(tmp_path):
     assert open_checkpoint(tmp_path / "m.gguf").config["partial_rotary_factor"] == 0.25
 
 
-def test_an_unknown_architecture_keeps_its_name(tmp_path):
-    write_gguf(tmp_path / "m.gguf", "strange")
-    assert open_checkpoint(tmp_path / "m.gguf").architecture == "strange"
+def test_files_of_an_unknown_architecture_are_refused_by_its_name(tmp_path):
+    for arch in ("strange", "nemotron_h"):
+        write_gguf(tmp_path / f"{arch}.gguf", arch)
+        with pytest.raises(ModelError, match=f"GGUF files of '{arch}' are not supported .*llama, .*deepseek2"):
+            open_checkpoint(tmp_path / f"{arch}.gguf")
 
 
 def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path):
@@ -252,3 +254,13 @@ def test_damaged_files_are_refused_not_read(tmp_path):
                 file.raw(name)
         except ModelError:
             pass
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv"])
+def test_numbers_that_differ_between_layers_are_refused_by_name(key, tmp_path):
+    """As hybrids have them; the same number for every layer is that number."""
+    write_gguf(tmp_path / "same.gguf", "qwen3", extra=[(f"qwen3.{key}", [4, 4])])
+    assert open_checkpoint(tmp_path / "same.gguf").config["num_attention_heads"] == 4
+    write_gguf(tmp_path / "unlike.gguf", "qwen3", extra=[(f"qwen3.{key}", [0, 4])])
+    with pytest.raises(ModelError, match=rf"qwen3\.{key} differs between layers \(\[0, 4\]\)"):
+        open_checkpoint(tmp_path / "unlike.gguf")
