@@ -46,13 +46,12 @@ def assert_same(server: Server, alone: list[list[int]]) -> None:
     assert len(wrong) <= 1, f"{wrong} differ; one may, where two tokens were nearly as good"
 
 
-def test_many_requests_on_one_prefix_compute_it_once(alone):
+def test_many_requests_on_one_prefix_compute_it_once():
     with Server(*FLAGS, "--max-num-seqs", str(REQUESTS), "--max-num-batched-tokens", "64", model=model()) as server:
         answers = ask(server, [plain([*PREFIX, 100 + i], max_tokens=4) for i in range(REQUESTS)])
         cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
         assert sorted(cached) == [0] + [2 * STEP] * (REQUESTS - 1)
         assert server.metric("slipstream:prefix_cache_hits_total") == 2 * STEP * (REQUESTS - 1)
-        assert_same(server, alone)
 
 
 def test_a_hybrid_goes_on_from_snapshots_after_preemptions(alone):

@@ -142,7 +142,7 @@ def run(path, size: int, chunk: int) -> list[torch.Tensor]:
 def test_log_probabilities_equal_transformers(name):
     path = FAMILIES[name]()
     expected = reference(path)
-    for size, chunk in ((1, 1000), (1, 16), (1, 64), (2, 64), (3, 1000)):
+    for size, chunk in ((1, 16), (2, 64), (3, 1000)):
         for a, b in zip(run(path, size, chunk), expected, strict=True):
             assert torch.allclose(a, b, atol=2e-4, rtol=0), (size, chunk, (a - b).abs().max())
 
@@ -293,3 +293,10 @@ def test_numbers_of_mixers_and_experts_that_cannot_be_are_refused_by_name(tiny, 
     config = json.loads((tiny() / "config.json").read_text())
     with pytest.raises(ModelError, match=said):
         build(DummyCheckpoint(tiny(), {**config, **fields}, 0), PlainOps(torch.float32))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_made_of_random_weights(name):
+    folder = FAMILIES[name]()
+    config = json.loads((folder / "config.json").read_text())
+    assert build(DummyCheckpoint(folder, config, 0), PlainOps(torch.float32)).vocab == 320
