@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from slipstream.errors import ModelError
+
 Take = Callable[..., Any]  # a key of the architecture, and what counts where it is absent; it is then known
 
 _SIGMOID = 2  # of llama.cpp's ways to score experts; 1 is a softmax
@@ -39,6 +41,10 @@ def deepseek(take: Take, config: dict, experts: int) -> dict:
     rotated, latent = take("rope.dimension_count"), take("attention.kv_lora_rank")
     keys, values = take("attention.key_length"), take("attention.value_length")
     keys, values = take("attention.key_length_mla", keys), take("attention.value_length_mla", values)
+    needed = {"rope.dimension_count": rotated, "attention.key_length": keys, "attention.value_length": values}
+    for key, value in needed.items():
+        if value is None:
+            raise ModelError(f"the metadata lack deepseek2.{key}")
     groups, best = take("expert_group_count", 1) or 1, take("expert_group_used_count", 1) or 1
     sigmoid = take("expert_gating_func") == _SIGMOID
     more = {

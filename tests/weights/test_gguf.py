@@ -264,3 +264,9 @@ def test_numbers_that_differ_between_layers_are_refused_by_name(key, tmp_path):
     write_gguf(tmp_path / "unlike.gguf", "qwen3", extra=[(f"qwen3.{key}", [0, 4])])
     with pytest.raises(ModelError, match=rf"qwen3\.{key} differs between layers \(\[0, 4\]\)"):
         open_checkpoint(tmp_path / "unlike.gguf")
+
+
+def test_latent_attention_without_its_sizes_is_refused_by_name(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "deepseek2", extra=[("deepseek2.expert_count", 4)])
+    with pytest.raises(ModelError, match="the metadata lack deepseek2.rope.dimension_count"):
+        open_checkpoint(tmp_path / "m.gguf")
