@@ -62,6 +62,9 @@ class EngineConfig:
     )
     tokenizer: str | None = option(None, "a tokenizer folder or Hugging Face id (default: the model's own)")
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
+    special_tokens_in_content: bool = option(
+        True, "whether the name of a special token in a conversation's text becomes that token; if not, it is text"
+    )
     dtype: str = option("auto", "dtype of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = option(
         "auto",
