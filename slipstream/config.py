@@ -136,7 +136,7 @@ class ServerConfig:
     api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
     api_server_count: int = option(1, "the number of front-end processes that share the address", least=1, most=64)
     body_memory_bytes: int = option(
-        512 << 20, "bytes of large request bodies that a front end holds at a time; more get HTTP 503", least=32 << 20
+        512 << 20, "bytes of large bodies and uploads that a front end holds at a time; more get HTTP 503", least=32 << 20
     )
     answer_memory_bytes: int = option(
         1 << 30, "bytes of large answers that wait in a front end for their clients to read; more get HTTP 503", least=1 << 20
