@@ -62,6 +62,9 @@ class EngineConfig:
     )
     tokenizer: str | None = option(None, "a tokenizer folder or Hugging Face id (default: the model's own)")
     chat_template: str | None = option(None, "a Jinja chat template: a file's path or the text itself")
+    special_tokens_in_content: bool = option(
+        True, "whether the name of a special token in a conversation's text becomes that token; if not, it is text"
+    )
     dtype: str = option("auto", "dtype of weights and activations", choices=("auto", "bfloat16", "float16", "float32"))
     kv_cache_dtype: str = option(
         "auto",
@@ -133,7 +136,7 @@ class ServerConfig:
     api_key: str | None = option(None, "clients must send this key, except to /health and /ready", secret=True)
     api_server_count: int = option(1, "the number of front-end processes that share the address", least=1, most=64)
     body_memory_bytes: int = option(
-        512 << 20, "bytes of large request bodies that a front end holds at a time; more get HTTP 503", least=32 << 20
+        512 << 20, "bytes of large bodies and uploads that a front end holds at a time; more get HTTP 503", least=32 << 20
     )
     answer_memory_bytes: int = option(
         1 << 30, "bytes of large answers that wait in a front end for their clients to read; more get HTTP 503", least=1 << 20

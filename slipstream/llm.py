@@ -36,11 +36,11 @@ from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, CompletionBody
 from slipstream.serve.openai.generate import requests_of
+from slipstream.serve.prepare_worker import tokenizer_of
 from slipstream.serve.request_body import converted
 from slipstream.serve.text.choice import Choice
 from slipstream.serve.text.params import GenerationParams, make_plan
 from slipstream.serve.text.prompts import Prompt, all_prompts, chat_prompt, prepare
-from slipstream.tokenize.tokenizer import load_tokenizer
 from slipstream.weights.pull import resolve_model
 
 T = TypeVar("T")
@@ -73,9 +73,7 @@ class Local:
         path = str(resolve_model(self._config.model, weights=self._config.load_format != "dummy"))
         encoder = encoder_spec(self._config, path)
         self._front = Front(self._config, ServerConfig(), encoder=encoder)
-        invented = self._config.device == "sim" or self._config.load_format == "dummy"
-        tokenizer = load_tokenizer(path, self._config.tokenizer, self._config.chat_template, placeholder=invented)
-        self._front.set_tokenizer(tokenizer)
+        self._front.set_tokenizer(tokenizer_of(self._config, path))
         self._loop = asyncio.new_event_loop()
         self._loop_thread = threading.Thread(target=self._loop.run_forever, name="slipstream-front", daemon=True)
         self._loop_thread.start()

@@ -27,6 +27,7 @@ from slipstream.tokenize.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from slipstream.serve.engine.composite import Composite
+    from slipstream.serve.openai.event_log import EventLog
     from slipstream.serve.preparing import LargeBodies
 
 SLOW_READER_SECONDS = 20.0
@@ -64,6 +65,7 @@ class Front:
         self.dialect = PLAIN
         endpoint = self.server_config.otlp_traces_endpoint
         self.telemetry = open_telemetry(self.model, endpoint) if endpoint else None
+        self.event_logs: dict[str, EventLog] = {}  # of streamed background responses that run here, by key
         self.open: dict[Generation, object] = {}  # generations in progress, each with the call that cuts its connection
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:

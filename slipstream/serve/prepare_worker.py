@@ -45,7 +45,8 @@ def open_desk(setup: Setup) -> Desk:
 def tokenizer_of(engine: config.EngineConfig, model_path: str):
     """The tokenizer that a front end has for this configuration. Raises ModelError."""
     invented = engine.device == "sim" or engine.load_format == "dummy"
-    return load_tokenizer(model_path, engine.tokenizer, engine.chat_template, placeholder=invented)
+    given = (engine.tokenizer, engine.chat_template)
+    return load_tokenizer(model_path, *given, placeholder=invented, special_tokens_in_content=engine.special_tokens_in_content)
 
 
 def answer(asked: Asked, raw: bytes, earlier: bytes, desk: Desk) -> Answered:

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,22 +45,38 @@ async def body_of(request: Request) -> AsyncIterator[bytearray]:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise Failed(Failure(415, f"Content-Encoding: {coding[:40]!r} is not supported; send the body uncompressed"))
-    budget: Budget = request.app.state.front.bodies
     raw = bytearray()
-    taken = 0
-    try:
+    with counted(request) as count:
         try:
             async with asyncio.timeout(READ_SECONDS):
                 async for part in _parts(request):
                     raw += part
-                    more = len(raw) - INLINE_BYTES - taken  # small bodies are not counted, so large ones cannot keep them out
-                    if more > 0:
-                        if not budget.take(more):
-                            raise Failed(_no_room(budget))
-                        taken += more
+                    count(len(part))
         except TimeoutError:
             raise Failed(Failure(408, f"the body did not arrive within {READ_SECONDS:.0f} s")) from None
         yield raw
+
+
+@contextmanager
+def counted(request: Request) -> Iterator[Callable[[int], None]]:
+    """A function that counts bytes of a body as they arrive, and raises Failed (503) where there is no room for them.
+
+    Small bodies are not counted, so large ones cannot keep them out.
+    """
+    budget: Budget = request.app.state.front.bodies
+    size = taken = 0
+
+    def count(arrived: int) -> None:
+        nonlocal size, taken
+        size += arrived
+        more = size - INLINE_BYTES - taken
+        if more > 0:
+            if not budget.take(more):
+                raise Failed(_no_room(budget))
+            taken += more
+
+    try:
+        yield count
     finally:
         budget.give(taken)
 

@@ -10,6 +10,7 @@ from slipstream.errors import ModelError
 from slipstream.tokenize.decoder import Decoding, decoding_of
 from slipstream.tokenize.differences import DecodedTokenizer
 from slipstream.tokenize.gguf import gguf_tokenizer
+from slipstream.tokenize.plain_content import PlainContent
 from slipstream.tokenize.slow import TEKKEN, SlowTokenizer, first_part, read_slow
 from slipstream.tokenize.template import ChatTemplate
 from slipstream.tokenize.tokenizer import Tokenizer, read_json
@@ -50,6 +51,9 @@ class SpelledTokenizer(Tokenizer):
     def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         return _encode_pair(self._library, first, second)
 
+    def take_content_as_text(self) -> None:
+        self.plain_content = PlainContent(self._library)
+
     def token_bytes(self, id: int) -> bytes:
         data = self._cache.get(id)
         if data is None:
@@ -85,6 +89,9 @@ class LibraryTokenizer(DecodedTokenizer):
 
     def _encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         return _encode_pair(self._library, first, second)
+
+    def take_content_as_text(self) -> None:
+        self.plain_content = PlainContent(self._library)
 
     def _text(self, ids: list[int]) -> str:
         return self._library.decode([id for id in ids if id >= 0], skip_special_tokens=False)

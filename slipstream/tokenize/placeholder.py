@@ -46,6 +46,9 @@ class PlaceholderTokenizer(Tokenizer):
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [self._ids[b] for b in text.encode()]
 
+    def take_content_as_text(self) -> None:
+        """Nothing to do: no text becomes a special token here."""
+
     def token_bytes(self, id: int) -> bytes:
         if id in self._bytes:
             return bytes([self._bytes[id]])

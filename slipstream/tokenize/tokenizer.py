@@ -6,11 +6,14 @@
 import json
 import pathlib
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import BadRequest, ModelError
 from slipstream.tokenize.template import ChatTemplate
 from slipstream.tokenize.text_stream import Stream, TextStream, decode
+
+if TYPE_CHECKING:
+    from slipstream.tokenize.plain_content import PlainContent
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -29,6 +32,9 @@ class Tokenizer(ABC):
     template: ChatTemplate | None = None
     strips_first_space: bool = False
     spells: bool = True
+
+    # how a conversation is encoded in which a client's text is only text; None: names of special tokens become those tokens
+    plain_content: "PlainContent | None" = None
 
     @abstractmethod
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
@@ -87,12 +93,24 @@ class Tokenizer(ABC):
 
         Raises BadRequest for a text of more than `max_chars`, which includes tools and all other text from the template.
         """
+        plain = self.plain_content
+        if plain is not None:
+            messages, options = plain.marked(messages), plain.marked(options)
         text = self.render_chat(messages, **options)
         if max_chars is not None and len(text) > max_chars:
             raise BadRequest(
                 f"messages: the chat template makes {len(text)} characters of them; at most {max_chars} can fit", "messages"
             )
+        if plain is not None:
+            check_unicode(text, "messages")
+            return plain.encode(plain.unmarked(text))
         return self.encode(text, add_special_tokens=False, param="messages")
+
+    def take_content_as_text(self) -> None:
+        """From now on, names of special tokens in conversations are text. Raises ModelError where that cannot be done."""
+        raise ModelError(
+            f"--no-special-tokens-in-content: a {type(self).__name__} cannot do it; it needs a model with a tokenizer.json"
+        )
 
 
 def check_unicode(text: str, param: str) -> None:
@@ -109,12 +127,14 @@ def load_tokenizer(
     chat_template: str | None = None,
     *,
     placeholder: bool = False,
+    special_tokens_in_content: bool = True,
 ) -> Tokenizer:
     """The tokenizer of a model (a folder, config.json, or .gguf file as `resolve_model` returns it).
 
     tokenizer: a folder, tokenizer.json, .gguf file, or Hugging Face id to use instead. chat_template: a file's path or the
     text of a template to use instead. placeholder: a model without a tokenizer gets an invented one of its vocabulary's size
-    (random weights, `--device sim`); otherwise it is refused. Raises ModelError.
+    (random weights, `--device sim`); otherwise it is refused. special_tokens_in_content: see `plain_content.py`.
+    Raises ModelError.
     """
     from slipstream.tokenize import library as library_tokenizer
     from slipstream.tokenize.placeholder import PlaceholderTokenizer
@@ -129,6 +149,8 @@ def load_tokenizer(
         variables = found.template.variables if found.template else {}
         found.template = ChatTemplate(_template_text(chat_template), variables)
         found.template.start()
+    if not special_tokens_in_content:
+        found.take_content_as_text()
     return found
 
 

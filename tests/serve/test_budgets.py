@@ -5,7 +5,12 @@ import socket
 import pytest
 
 from slipstream.serve.budget import Budget
-from slipstream.serve.request_body import INLINE_BYTES
+from slipstream.serve.engine.engine import RequestLimits
+from slipstream.serve.openai.bodies import CompletionBody
+from slipstream.serve.openai.generate import requests_of
+from slipstream.serve.request_body import INLINE_BYTES, converted
+from slipstream.serve.text.params import make_plan
+from slipstream.serve.text.prompts import all_prompts
 from tests.serve.fake import EOS, Script, wait_for
 
 
@@ -81,3 +86,15 @@ def test_whole_answers_that_nobody_reads_are_bounded_and_cut_off(unread):
         front.front.slow_reader_seconds = 0.2
         wait_for(lambda: not deliveries.waiting and not deliveries._budget.held)
         front.front.slow_reader_seconds = 1e9
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 5}, {"max_tokens": 0, "echo": True, "logprobs": 1}])
+def test_the_choices_of_a_request_share_what_is_large(own_front, more):
+    front = own_front(max_len=20_000, pages=1 << 12)
+    tokenizer, found = front.tokenizer, {"prompt": [5] * 10_000, "n": 8, "logit_bias": {"1": 1.0}, **more}
+    body = converted(found, CompletionBody)
+    plan = make_plan(body, tokenizer)
+    prompts = all_prompts(body, plan, tokenizer, RequestLimits(20_000, 1 << 12, 8))
+    requests = [request for _, request in requests_of(front.front, plan, prompts)]
+    assert len({request.id for request in requests}) == 8 and [r.sampling.choice for r in requests] == list(range(8))
+    assert len({id(r.prompt) for r in requests}) == len({id(r.sampling.logit_bias) for r in requests}) == 1

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import threading
 import time
 from urllib.parse import unquote
 
 import openai
 import pytest
 
-from slipstream.serve.openai.background import Watcher
+from slipstream.serve.openai.event_log import Watcher
 from slipstream.serve.openai.response_store import RECORD_BYTES, ResponseStore
 from tests.serve.fake import EOS, START, Script, wait_for
 from tests.serve.test_chat import prompt_of
@@ -235,8 +236,72 @@ def test_a_cancelled_background_response_ends_its_stream(client, roomy):
     }
 
 
+def resumed(roomy, id, **query) -> list[dict]:
+    r = roomy.client.get(f"/v1/responses/{id}", params={"stream": "true", **query})
+    assert r.status_code == 200 and r.headers["content-type"].startswith("text/event-stream"), r.text
+    return [json.loads(line[6:]) for line in r.text.splitlines() if line.startswith("data: ")]
+
+
+def test_the_stream_of_a_background_response_is_resumed_after_its_end(client, roomy):
+    events = list(client.responses.create(model="fake", input="x", background=True, stream=True))
+    id = events[0].response.id
+    again = list(client.responses.retrieve(id, stream=True, starting_after=3))
+    assert [e.model_dump() for e in again] == [e.model_dump() for e in events[4:]]
+    wait_for(lambda: not roomy.front.event_logs)
+    assert [e["sequence_number"] for e in resumed(roomy, id)] == list(range(len(events)))
+    assert resumed(roomy, id, starting_after=len(events) - 1) == []
+    client.responses.delete(id)
+    assert roomy.client.get(f"/v1/responses/{id}", params={"stream": "true"}).status_code == 404
+
+
+def test_the_stream_of_a_background_response_is_resumed_while_it_runs(client, roomy):
+    roomy.leader.hold.set()
+    with client.responses.create(model="fake", input="x", background=True, stream=True) as stream:
+        first = next(stream)
+    again = client.responses.retrieve(first.response.id, stream=True, starting_after=0)
+    second = next(again)
+    assert second.type == "response.in_progress" and second.sequence_number == 1
+    roomy.leader.hold.clear()
+    rest = list(again)
+    assert "".join(e.delta for e in rest if e.type == "response.output_text.delta") == "hello"
+    assert rest[-1].type == "response.completed"
+
+
+def test_a_front_end_that_does_not_run_a_response_resumes_it_once_it_has_ended(client, roomy, monkeypatch):
+    class Elsewhere(dict):
+        """Logs that this front end does not see."""
+
+        def get(self, key):
+            return None
+
+    monkeypatch.setattr(roomy.front, "event_logs", Elsewhere())
+    roomy.leader.hold.set()
+    with client.responses.create(model="fake", input="x", background=True, stream=True) as stream:
+        id = next(stream).response.id
+    threading.Timer(0.3, roomy.leader.hold.clear).start()
+    assert resumed(roomy, id)[-1]["type"] == "response.completed"
+
+
+def test_streams_that_cannot_be_resumed_are_refused_by_name(client, roomy, monkeypatch):
+    def refusal(id, **query) -> str:
+        r = roomy.client.get(f"/v1/responses/{id}", params=query)
+        assert r.status_code == 400, r.text
+        return r.json()["error"]["param"]
+
+    whole = client.responses.create(model="fake", input="x", background=True).id
+    assert refusal(whole, stream="true") == "stream"
+    assert refusal(whole, starting_after=1) == "starting_after"
+    assert refusal(client.responses.create(model="fake", input="x").id, stream="true") == "stream"
+    streamed = next(iter(client.responses.create(model="fake", input="x", background=True, stream=True))).response.id
+    assert refusal(streamed, stream="true", starting_after="-1") == "starting_after"
+    monkeypatch.setattr("slipstream.serve.openai.event_log.RECORD_BYTES", 2000)
+    events = list(client.responses.create(model="fake", input="x", background=True, stream=True))
+    assert events[-1].type == "response.completed", "the first client has them all"
+    assert refusal(events[0].response.id, stream="true") == "stream"
+
+
 def test_a_watcher_that_does_not_keep_up_is_cut_off(monkeypatch):
-    monkeypatch.setattr("slipstream.serve.openai.background.MAX_UNREAD_BYTES", 100)
+    monkeypatch.setattr("slipstream.serve.openai.event_log.MAX_UNREAD_BYTES", 100)
     cut, sent = [], []
 
     async def run():
@@ -248,7 +313,7 @@ def test_a_watcher_that_does_not_keep_up_is_cut_off(monkeypatch):
                 await blocked.wait()
 
         watcher = Watcher(lambda: (cut.append(True), blocked.set()))
-        answer = asyncio.create_task(watcher({}, None, send))  # type: ignore[arg-type]
+        answer = asyncio.create_task(watcher({}, asyncio.Event().wait, send))  # type: ignore[arg-type]
         for _ in range(4):
             watcher.tell(b"x" * 30)
             await asyncio.sleep(0)

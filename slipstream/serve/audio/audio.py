@@ -5,8 +5,9 @@ Uploads stay in memory, within limits, and are freed with their request. Decodin
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.datastructures import UploadFile
@@ -24,7 +25,7 @@ from slipstream.serve.engine.composite import Call, Composite
 from slipstream.serve.errors import Failed, Failure, to_failure
 from slipstream.serve.front import Front
 from slipstream.serve.openai.generate import EVENT_HEADERS
-from slipstream.serve.request_body import READ_SECONDS
+from slipstream.serve.request_body import READ_SECONDS, counted
 
 HEARD_RATE = 16_000
 MAX_BODY_BYTES = audio_file.MAX_BYTES + (64 << 10)
@@ -50,10 +51,19 @@ class _InMemory(MultiPartParser):
     spool_max_size = MAX_BODY_BYTES + 1  # nothing is written to disk
 
 
-async def form_of(http: Request) -> dict[str, Any]:
-    """A multipart body's fields; the file as bytes. Raises BadRequest, or Failed with 413, 415 or 408."""
+@asynccontextmanager
+async def form_of(http: Request) -> AsyncIterator[dict[str, Any]]:
+    """A multipart body's fields; the file as bytes. They count against the front end's budget as long as they are in use.
+
+    Raises BadRequest, or Failed with 413, 415, 408 or 503.
+    """
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise Failed(Failure(415, "the body must be multipart/form-data with a file"))
+    with counted(http) as count:
+        yield await _read_form(http, count)
+
+
+async def _read_form(http: Request, count: Callable[[int], None]) -> dict[str, Any]:
     size = 0
 
     async def bounded():
@@ -62,6 +72,7 @@ async def form_of(http: Request) -> dict[str, Any]:
             size += len(part)
             if size > MAX_BODY_BYTES:
                 raise Failed(Failure(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", "file"))
+            count(len(part))
             yield part
 
     try:
@@ -118,10 +129,10 @@ def _transcription(form: dict[str, Any]) -> tuple[str, dict[str, Any], bool]:
 async def transcriptions(http: Request) -> Response:
     """POST /v1/audio/transcriptions."""
     front, composite = http.app.state.front, composite_of(http)
-    form = await form_of(http)
-    front.check_model(form.get("model"))
-    shape, params, stream = _transcription(form)
-    audio = await in_decoder(audio_file.decode, form.pop("file"), HEARD_RATE)
+    async with form_of(http) as form:
+        front.check_model(form.get("model"))
+        shape, params, stream = _transcription(form)
+        audio = await in_decoder(audio_file.decode, form.pop("file"), HEARD_RATE)
     call = composite.open("transcribe", ("heard", "segments"), ("audio",), params)
     call.watch(http.receive, http.scope.get("slipstream.cut"))
     call.feed("audio", audio)
@@ -154,8 +165,8 @@ async def _transcript_events(call: Call) -> AsyncIterator[dict]:
 
 async def translations(http: Request) -> Response:
     """POST /v1/audio/translations: refused by name, since the model does not translate."""
-    await form_of(http)
-    raise BadRequest(f"model: {http.app.state.front.model!r} transcribes English only and cannot translate", "model")
+    async with form_of(http):
+        raise BadRequest(f"model: {http.app.state.front.model!r} transcribes English only and cannot translate", "model")
 
 
 class Events(Response):

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from slipstream.errors import BadRequest, Overloaded
 from slipstream.serve.engine.exclusive import run_sliced
@@ -12,7 +11,8 @@ from slipstream.serve.engine.generation import Generation
 from slipstream.serve.errors import Failed
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
-from slipstream.serve.openai.generate import EVENT_HEADERS, requests_of
+from slipstream.serve.openai.event_log import EventLog, key_of_events
+from slipstream.serve.openai.generate import requests_of
 from slipstream.serve.openai.response_store import RECORD_BYTES
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
@@ -22,7 +22,6 @@ from slipstream.serve.text.prompts import Prompt
 
 MAX_BACKGROUND = 256  # responses that run at a time
 CANCEL_SECONDS = 0.1  # between checks whether a response was cancelled
-MAX_UNREAD_BYTES = 1 << 20  # of events that wait for a client; a client with more is cut off
 
 _tasks: set[asyncio.Task] = set()
 
@@ -39,7 +38,7 @@ async def begin(
     """Starts a response. Answers with its present state, or with a stream of it. cut: drops the client's connection."""
     if len(_tasks) >= MAX_BACKGROUND:
         raise Overloaded(f"{MAX_BACKGROUND} responses run in the background; try again later")
-    record = encode({"response": form.value})
+    record = encode({"response": form.value, "streamed": plan.stream})
     if len(record) > RECORD_BYTES:
         raise BadRequest(f"background: the request has {len(record)} bytes; at most {RECORD_BYTES} are stored", "background")
     assert front.tokenizer is not None and front.names is not None and front.grammars is not None
@@ -52,33 +51,35 @@ async def begin(
     generation.start([one], _never)
     front.open[generation] = None
     front.response_store.put(key, record)
-    watcher = Watcher(cut) if plan.stream else None
-    answer = watcher or as_json(form.value)
-    task = asyncio.get_running_loop().create_task(_run(front, generation, form, key, record, watcher or _Nobody()))
+    events = EventLog(kept=plan.stream)
+    answer = events.watch(-1, cut) if plan.stream else as_json(form.value)
+    if plan.stream:
+        front.event_logs[key] = events
+    task = asyncio.get_running_loop().create_task(_run(front, generation, form, key, record, events))
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
     return answer
 
 
-async def _run(
-    front: Front, generation: Generation, form: ResponsesWriter, key: str, record: bytes, watcher: "Watcher | _Nobody"
-) -> None:
+async def _run(front: Front, generation: Generation, form: ResponsesWriter, key: str, record: bytes, events: EventLog) -> None:
     orders = asyncio.get_running_loop().create_task(_obey(front, generation, key, record))
     try:
-        watcher.tell(form.beginning())
+        events.tell(form.beginning())
         while news := await generation.changed():
-            watcher.tell(b"".join(await run_sliced(piece for answer in news for piece in form.events(answer))))
+            events.tell(b"".join(await run_sliced(piece for answer in news for piece in form.events(answer))))
         if generation.gone:
             form.cancel()
         else:
-            watcher.tell(form.closing())
+            events.tell(form.closing())
     except Failed as e:
-        watcher.tell(form.failed(e.failure))
+        events.tell(form.failed(e.failure))
     finally:
         orders.cancel()
-        watcher.end()
+        events.end()
         generation.close()
         front.open.pop(generation, None)
+        if front.event_logs.pop(key, None) is not None and events.kept and front.response_store.state(key) != "removed":
+            front.response_store.put(key_of_events(key), events.after(-1))
 
 
 async def _obey(front: Front, generation: Generation, key: str, record: bytes) -> None:
@@ -94,48 +95,3 @@ async def _obey(front: Front, generation: Generation, key: str, record: bytes) -
 async def _never() -> dict:
     await asyncio.get_running_loop().create_future()
     raise AssertionError
-
-
-class _Nobody:
-    def tell(self, data: bytes) -> None: ...
-
-    def end(self) -> None: ...
-
-
-class Watcher(Response):
-    """The events of a background response on their way to one client. It cannot slow the response down."""
-
-    def __init__(self, cut: Callable[[], None] | None):
-        super().__init__()
-        self._cut = cut
-        self._unread: list[bytes] = []
-        self._size = 0
-        self._ended = False
-        self._news = asyncio.Event()
-
-    def tell(self, data: bytes) -> None:
-        if self._ended:
-            return
-        self._unread.append(data)
-        self._size += len(data)
-        self._news.set()
-        if self._size > MAX_UNREAD_BYTES:
-            self.end()
-            if self._cut is not None:
-                self._cut()
-
-    def end(self) -> None:
-        self._ended = True
-        self._news.set()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_HEADERS)})
-        while self._unread or not self._ended:
-            data = b"".join(self._unread)
-            self._unread.clear()
-            self._size = 0
-            self._news.clear()
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            if not self._unread and not self._ended:
-                await self._news.wait()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -121,9 +121,46 @@ class FunctionDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class Tool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     function: FunctionDef
+
+
+class InputGrammar(msgspec.Struct, forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1)]
+
+
+class TextInput(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    """Any text."""
+
+
+class GrammarInput(msgspec.Struct, tag_field="type", tag="grammar", forbid_unknown_fields=True):
+    grammar: InputGrammar
+
+
+class CustomDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: FunctionName
+    description: str | None = None
+    format: TextInput | GrammarInput | None = None
+
+
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+class CustomTool(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True):
+    """A tool whose input is one text."""
+
+    custom: CustomDef
+
+    @property
+    def grammar(self) -> InputGrammar | None:
+        format = self.custom.format
+        return format.grammar if isinstance(format, GrammarInput) else None
+
+    @property
+    def function(self) -> FunctionDef:
+        """The tool as the model sees it: models are trained on functions only."""
+        return FunctionDef(name=self.custom.name, description=self.custom.description, parameters=_INPUT)
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,14 +171,17 @@ class NamedChoice(msgspec.Struct, tag_field="type", tag="function", forbid_unkno
     function: NamedFunction
 
 
-class AllowedFunction(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
-    function: NamedFunction
+class NamedCustom(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True):
+    custom: NamedFunction
+
+    @property
+    def function(self) -> NamedFunction:
+        return self.custom
 
 
 class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedFunction], Meta(min_length=1)]
+    tools: Annotated[list[NamedChoice | NamedCustom], Meta(min_length=1)]
 
 
 class AllowedChoice(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
@@ -155,13 +195,23 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str = ""  # JSON
 
 
-class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A call in an assistant's earlier message."""
+class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    input: str = ""
 
-    function: CalledFunction
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call in an assistant's earlier message. It has the field that its type names."""
+
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function", "custom"] = "function"
     index: int | None = None  # present in messages assembled from a stream
+
+    def __post_init__(self) -> None:
+        if getattr(self, self.type) is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -190,8 +240,8 @@ class ChatBody(Generate, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
+    tools: list[Tool | CustomTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | NamedCustom | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     verbosity: Verbosity | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -211,7 +261,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: list[Tool | CustomTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

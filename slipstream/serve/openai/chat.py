@@ -18,7 +18,7 @@ def plan_chat(
     bound = None
     if choice.calls:
         own = structure_of(body)
-        bound = Structure(choice.calls, "tools")
+        bound = Structure(choice.calls, choice.param)
         if choice.either and own is not None:  # the error names the field whose schema is the likelier cause
             strict = any(tool.function.strict for tool in body.tools or ())
             either = of_parts(choice.either, own.param, call=choice.calls, answer=own.text)

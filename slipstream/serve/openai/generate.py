@@ -71,13 +71,13 @@ def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> 
     if count > most:
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
         raise BadRequest(f"{what} make {count} requests, and at most {most} (--max-queue) can wait; send fewer together", param)
-    samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
-    grammar, out = plan.grammar, []
+    replace, grammar, out = msgspec.structs.replace, plan.grammar, []
     for prompt in prompts:
-        packed = prompt.ids.tobytes()
-        for sampling in samplings:
-            request = Request(front.engine.next_id(), packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)
-            out.append((prompt, _scored(request) if plan.discard else request))
+        one = Request(0, prompt.ids.tobytes(), prompt.max_tokens, plan.sampling, plan.priority, plan.salt, grammar)
+        one = _scored(one) if plan.discard else one
+        for k in range(plan.n):  # the choices share what is large: prompt, bias and grammar
+            choice = replace(one, id=front.engine.next_id(), sampling=replace(one.sampling, choice=k))
+            out.append((prompt, choice))
     return out
 
 

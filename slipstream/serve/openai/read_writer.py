@@ -15,6 +15,7 @@ class Said(NamedTuple):
     content: str
     reasoning: str
     calls: list[tuple[str, str, str]]  # (id, function, arguments); a call that was cut off is left out
+    custom: frozenset[str] = frozenset()  # ids of those that are calls of custom tools: the third text is the input
 
 
 def gather(parts: list[Part]) -> Said:
@@ -26,12 +27,13 @@ def gather(parts: list[Part]) -> Said:
             content.append(part.text)
         elif part.kind == "reasoning":
             reasoning.append(part.text)
-        elif part.kind == "call":
+        elif part.kind in ("call", "custom"):
             calls[part.call] = (part.id, part.text, [])
         else:
             calls[part.call][2].append(part.text)
+    custom = frozenset(part.id for part in parts if part.kind == "custom")
     whole = [(id, name, "".join(arguments)) for id, name, arguments in calls.values()]
-    return Said("".join(content), "".join(reasoning), [call for call in whole if parses(call[2])])
+    return Said("".join(content), "".join(reasoning), [c for c in whole if c[0] in custom or parses(c[2])], custom)
 
 
 def parses(text: str) -> bool:
@@ -50,6 +52,11 @@ def delta(part: Part) -> dict[str, Any]:
     if part.kind == "call":
         function = {"name": part.text, "arguments": ""}
         return {"tool_calls": [{"index": part.call, "id": part.id, "type": "function", "function": function}]}
+    if part.kind == "custom":
+        custom = {"name": part.text, "input": ""}
+        return {"tool_calls": [{"index": part.call, "id": part.id, "type": "custom", "custom": custom}]}
+    if part.kind == "input":
+        return {"tool_calls": [{"index": part.call, "custom": {"input": part.text}}]}
     return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
 
@@ -77,7 +84,9 @@ def message(said: Said) -> dict[str, Any]:
         out["reasoning_content"] = out["reasoning"] = said.reasoning
     if said.calls:
         out["tool_calls"] = [
-            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for id, name, arguments in said.calls
+            {"id": id, "type": "custom", "custom": {"name": name, "input": text}}
+            if id in said.custom
+            else {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+            for id, name, text in said.calls
         ]
     return out

@@ -15,12 +15,15 @@ from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
 from slipstream.serve.jobs import ResponseStart
 from slipstream.serve.openai.background import CANCEL_SECONDS, begin
-from slipstream.serve.openai.generate import answer
+from slipstream.serve.openai.event_log import key_of_events, split
+from slipstream.serve.openai.generate import EVENT_HEADERS, answer
 from slipstream.serve.openai.response_store import RECORD_BYTES
 from slipstream.serve.openai.responses_body import NAMES, conversation, renamed
 from slipstream.serve.openai.responses_writer import ResponsesWriter
 from slipstream.serve.openai.writers import encode
 from slipstream.serve.preparing import prepared
+
+_STREAMED = {name.decode(): value.decode() for name, value in EVENT_HEADERS}
 
 
 def routes() -> list[Route]:
@@ -38,7 +41,8 @@ async def create(http: HttpRequest) -> Response:
     front: Front = http.app.state.front
     born = time.monotonic()
     found = await prepared(http, "responses", lambda id: _earlier(front, id))
-    assert found.plan is not None
+    plan = found.plan
+    assert plan is not None
     start = msgspec.msgpack.decode(found.more, type=ResponseStart)
     key = secrets.token_hex(12)
 
@@ -46,15 +50,16 @@ async def create(http: HttpRequest) -> Response:
         if not value["store"] or (value["background"] and front.response_store.state(key) == "removed"):
             return
         said = msgspec.Raw(extended(start.conversation, conversation(value["output"])))
-        record = encode({"response": value, "messages": said, "input": msgspec.Raw(start.items)})
+        streamed = plan.stream and value["background"]
+        record = encode({"response": value, "messages": said, "input": msgspec.Raw(start.items), "streamed": streamed})
         if not front.response_store.put(key, record):
             _not_kept(front, key, value)
 
     form = ResponsesWriter({**start.value, "id": "resp_" + key, "created_at": int(time.time())}, keep)
     try:
         if form.value["background"]:
-            return await begin(front, found.plan, found.prompts, form, key, born, http.scope.get("slipstream.cut"))
-        return await answer(http, front, found.plan, found.prompts, form.bind, "resp_" + key, born)
+            return await begin(front, plan, found.prompts, form, key, born, http.scope.get("slipstream.cut"))
+        return await answer(http, front, plan, found.prompts, form.bind, "resp_" + key, born)
     except BadRequest as e:  # of a grammar
         raise renamed(e, NAMES) from None
 
@@ -85,6 +90,7 @@ class Record(msgspec.Struct):
     response: dict[str, Any]
     messages: msgspec.Raw = msgspec.Raw(b"[]")  # the conversation, the answer included
     input: msgspec.Raw = msgspec.Raw(b"[]")  # the request's own items
+    streamed: bool = False  # whether its events are kept
 
 
 def _find(front: Front, id: str, param: str) -> Record:
@@ -109,10 +115,37 @@ async def stored(http: HttpRequest) -> Response:
 
 
 async def retrieve(http: HttpRequest) -> Response:
-    """GET /v1/responses/{id}."""
-    if http.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise BadRequest("stream: must be false; a stored response is returned whole", "stream")
-    return as_json(_find(http.app.state.front, http.path_params["id"], "response_id").response)
+    """GET /v1/responses/{id}, whole or, with `stream=true`, its events after number `starting_after`."""
+    front, id, given = http.app.state.front, http.path_params["id"], http.query_params
+    record = _find(front, id, "response_id")
+    if given.get("stream", "false").lower() in ("false", "0"):
+        if "starting_after" in given:
+            raise BadRequest("starting_after: needs stream=true", "starting_after")
+        return as_json(record.response)
+    after = given.get("starting_after", "")
+    if after and not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise BadRequest(f"starting_after: must be the sequence number of an event, not {after[:20]!r}", "starting_after")
+    if not record.streamed:
+        raise BadRequest("stream: needs a response that was made with background=true and stream=true", "stream")
+    return await _resumed(http, front, id, int(after) if after else -1)
+
+
+async def _resumed(http: HttpRequest, front: Front, id: str, after: int) -> Response:
+    """The events of a response. Those of one that another front end runs come once it has ended."""
+    key = id.removeprefix("resp_")
+    late = 0
+    while (log := front.event_logs.get(key)) is None:
+        if (kept := front.response_store.get(key_of_events(key))) is not None:
+            return Response(b"".join(split(kept)[after + 1 :]), headers=_STREAMED)
+        late += _find(front, id, "response_id").response["status"] != "in_progress"  # the events follow the record at once
+        if late > 10:
+            break
+        await asyncio.sleep(CANCEL_SECONDS)
+        if await http.is_disconnected():
+            return Response(status_code=499)
+    if log is None or not log.kept:
+        raise BadRequest("stream: the events of this response are no longer kept; retrieve it without stream", "stream")
+    return log.watch(after, http.scope.get("slipstream.cut"))
 
 
 async def list_input_items(http: HttpRequest) -> Response:
@@ -141,6 +174,7 @@ async def delete(http: HttpRequest) -> Response:
     id = http.path_params["id"]
     _find(front, id, "response_id")
     front.response_store.remove(id.removeprefix("resp_"))
+    front.response_store.remove(key_of_events(id.removeprefix("resp_")))
     return as_json({"id": id, "object": "response", "deleted": True})
 
 

@@ -14,10 +14,12 @@ from slipstream.serve.openai.bodies import (
     ChatBody,
     Count,
     FunctionName,
+    InputGrammar,
     Metadata,
     Penalty,
     Positive,
     StopString,
+    TextInput,
     TokenId,
     Verbosity,
 )
@@ -31,6 +33,10 @@ NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "tools[].function": "tools[]",
+    "tools[].custom": "tools[]",
+    "tools[].custom.format.grammar": "tools[].format",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.custom": "tool_choice",
 }
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -41,26 +47,34 @@ _SAME = (
 _ITEM = re.compile(r"\[\d+\]")
 
 
-class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["function"]
+class FunctionTool(msgspec.Struct, tag_field="type", tag="function", kw_only=True, forbid_unknown_fields=True):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
+class GrammarFormat(InputGrammar, tag_field="type", tag="grammar", forbid_unknown_fields=True):
+    """A grammar that binds a tool's input."""
+
+
+class CustomToolItem(msgspec.Struct, tag_field="type", tag="custom", kw_only=True, forbid_unknown_fields=True):
+    name: FunctionName
+    description: str | None = None
+    format: TextInput | GrammarFormat | None = None
+
+
 class ChosenFunction(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True):
     name: str
 
 
-class ListedFunction(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class ChosenCustom(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True):
     name: str
 
 
 class ChosenTools(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ListedFunction], Meta(min_length=1)]
+    tools: Annotated[list[ChosenFunction | ChosenCustom], Meta(min_length=1)]
 
 
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -91,8 +105,8 @@ class ResponsesBody(Ignored, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | ChosenTools | None = None
+    tools: Annotated[list[FunctionTool | CustomToolItem], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | ChosenCustom | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -156,6 +170,12 @@ class CallItem(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomCallItem(msgspec.Struct, kw_only=True):
+    call_id: str
+    name: str
+    input: str
+
+
 class OutputItem(msgspec.Struct, kw_only=True):
     call_id: str
     output: str | list[TextContent]
@@ -170,6 +190,8 @@ _ITEMS: dict[str, type] = {
     "message": MessageItem,
     "function_call": CallItem,
     "function_call_output": OutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": OutputItem,
     "reasoning": ReasoningItem,
 }
 
@@ -224,6 +246,9 @@ def _add(out: list[dict[str, Any]], item: Any) -> None:
     elif isinstance(item, CallItem):
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         last.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, CustomCallItem):
+        call = {"id": item.call_id, "type": "custom", "custom": {"name": item.name, "input": item.input}}
+        last.setdefault("tool_calls", []).append(call)
     elif isinstance(item, ReasoningItem):
         last["reasoning_content"] = _text(item.content or item.summary or "")
 
@@ -238,7 +263,7 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
     out: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     out |= {"messages": [*system, *messages], "max_completion_tokens": body.max_output_tokens}
     if body.tools:
-        out["tools"] = [{"type": "function", "function": _function(tool)} for tool in body.tools]
+        out["tools"] = [_tool(tool) for tool in body.tools]
     out["tool_choice"] = _choice(body.tool_choice)
     if body.text and body.text.format:
         out["response_format"] = _format(body.text.format)
@@ -250,17 +275,34 @@ def chat_body(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
         raise renamed(to_bad_request(e), NAMES) from None
 
 
-def _choice(choice: str | ChosenFunction | ListedFunction | ChosenTools | None) -> Any:
+def _choice(choice: str | ChosenFunction | ChosenCustom | ChosenTools | None) -> Any:
     """In chat's form."""
-    if isinstance(choice, ChosenFunction | ListedFunction):
-        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, ChosenFunction | ChosenCustom):
+        kind = "custom" if isinstance(choice, ChosenCustom) else "function"
+        return {"type": kind, kind: {"name": choice.name}}
     if isinstance(choice, ChosenTools):
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": [_choice(t) for t in choice.tools]}}
     return choice
 
 
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    return {k: v for k, v in msgspec.structs.asdict(tool).items() if v is not None and k != "type"}
+def _tool(tool: FunctionTool | CustomToolItem) -> dict[str, Any]:
+    """In chat's form."""
+    fields = {k: v for k, v in msgspec.structs.asdict(tool).items() if v is not None}
+    if isinstance(tool, FunctionTool):
+        return {"type": "function", "function": fields}
+    if isinstance(tool.format, GrammarFormat):
+        fields["format"] = {"type": "grammar", "grammar": msgspec.structs.asdict(tool.format)}
+    elif tool.format is not None:
+        fields["format"] = {"type": "text"}
+    return {"type": "custom", "custom": fields}
+
+
+def shown_tool(tool: FunctionTool | CustomToolItem) -> dict[str, Any]:
+    """As the response object repeats it."""
+    shown = msgspec.to_builtins(tool)
+    if isinstance(tool, FunctionTool):
+        return {**shown, "strict": bool(tool.strict)}
+    return {**shown, "format": shown["format"] or {"type": "text"}}
 
 
 def _format(format: TextFormat) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import msgspec
 
 from slipstream.serve.errors import Failure
 from slipstream.serve.openai.read_writer import parses
-from slipstream.serve.openai.responses_body import ResponsesBody
+from slipstream.serve.openai.responses_body import ResponsesBody, shown_tool
 from slipstream.serve.openai.writers import encode, usage
 from slipstream.serve.text.calls import Part
 from slipstream.serve.text.choice import Choice
@@ -28,12 +28,13 @@ class Items:
         self._texts: list[str] = []  # of the open item
 
     def push(self, part: Part) -> list[Event]:
-        kind = "arguments" if part.kind == "call" else part.kind
+        begins = part.kind in ("call", "custom")
+        kind = {"call": "arguments", "custom": "input"}.get(part.kind, part.kind)
         out: list[Event] = []
-        if kind != self._kind or part.kind == "call":
+        if kind != self._kind or begins:
             out += self.close()
             out += self._open(kind, part)
-        if part.kind != "call":
+        if not begins:
             out += self._grow(part.text)
         return out
 
@@ -46,11 +47,14 @@ class Items:
             self._item = {"id": _id("msg"), "type": "message", "role": "assistant", "status": "in_progress", "content": []}
         elif kind == "reasoning":
             self._item = {"id": _id("rs"), "type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        elif kind == "input":
+            names = {"call_id": part.id, "name": part.text, "input": ""}
+            self._item = {"id": _id("ctc"), "type": "custom_tool_call", "status": "in_progress", **names}
         else:
             names = {"call_id": part.id, "name": part.text, "arguments": ""}
             self._item = {"id": _id("fc"), "type": "function_call", "status": "in_progress", **names}
         out: list[Event] = [("response.output_item.added", {"output_index": len(self.done), "item": _copy(self._item)})]
-        if kind != "arguments":
+        if kind not in ("arguments", "input"):
             empty = _text_part(kind, "")
             self._item["content"] = [empty]
             out.append(("response.content_part.added", self._place(content_index=0, part=dict(empty))))
@@ -60,6 +64,8 @@ class Items:
         self._texts.append(text)  # joined once, since an answer may have 100,000 pieces
         if self._kind == "arguments":
             return [("response.function_call_arguments.delta", self._place(delta=text))]
+        if self._kind == "input":
+            return [("response.custom_tool_call_input.delta", self._place(delta=text))]
         if self._kind == "content":
             return [("response.output_text.delta", self._place(content_index=0, delta=text, logprobs=[]))]
         return [("response.reasoning_text.delta", self._place(content_index=0, delta=text))]
@@ -77,6 +83,9 @@ class Items:
             ends: list[Event] = [
                 ("response.function_call_arguments.done", self._place(arguments=arguments, name=item["name"])),
             ]
+        elif kind == "input":
+            item["input"], item["status"] = text, "completed"  # it is reported once it is whole
+            ends = [("response.custom_tool_call_input.done", self._place(input=text))]
         else:
             part = item["content"][0]
             part["text"] = text
@@ -195,7 +204,7 @@ def _usage(answer: Choice) -> dict[str, Any]:
 
 def response_object(body: ResponsesBody, model: str) -> dict[str, Any]:
     """The response object before generation, with the effective parameters. Its id and time are not set yet."""
-    tools = [{**msgspec.to_builtins(tool), "strict": bool(tool.strict)} for tool in body.tools or ()]
+    tools = [shown_tool(tool) for tool in body.tools or ()]
     choice = msgspec.to_builtins(body.tool_choice) if body.tool_choice is not None else "auto"
     format = body.text.format if body.text else None
     shown = {k: v for k, v in msgspec.to_builtins(format).items() if v is not None} if format else {"type": "text"}

@@ -16,10 +16,14 @@ _PLAIN = frozenset("{}[],:+-. \t\r\n")  # outside JSON's strings, besides letter
 
 
 class Part(NamedTuple):
-    """A piece of an answer: `kind` is "content", "reasoning", "call" (a call begins) or "arguments" (more of its arguments)."""
+    """A piece of an answer.
+
+    `kind` is "content", "reasoning", "call" (a call begins), "arguments" (more of its arguments), "custom" (a call of a custom
+    tool) or "input" (its whole input).
+    """
 
     kind: str
-    text: str = ""  # the function's name, for a call
+    text: str = ""  # the tool's name, for a call
     call: int = -1  # the call's place in the answer
     id: str = ""  # of a call
 

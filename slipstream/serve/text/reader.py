@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from slipstream.serve.text.calls import FORMS, BoundCalls, Calls, Part
+from slipstream.serve.text.custom_calls import CustomCalls, InputOnly
 from slipstream.serve.text.thinking import Thinking
 
 
@@ -11,10 +12,11 @@ class Reading:
     """The notations to look for in the answers of one HTTP request."""
 
     thinking: str = "none"  # "none", "qwen3" (where the model opens it), "deepseek_r1" (from the beginning)
-    calls: str = "none"  # "none", a form of `calls.FORMS`, or "bound": a grammar allows only calls
+    calls: str = "none"  # "none", a form of `calls.FORMS`; where a grammar binds the answer "bound" (calls only) or "input"
     functions: frozenset[str] = frozenset()
     parallel: bool = True  # whether more than one call may be made
     keep: frozenset[int] = frozenset()  # special tokens that are markers, so their text is needed
+    custom: frozenset[str] = frozenset()  # those of the functions that are custom tools
 
 
 class Reader:
@@ -27,11 +29,15 @@ class Reader:
         )
         self._thinking = Thinking(state) if reading.thinking != "none" else None
         self._parallel = reading.parallel
-        self._calls: Calls | BoundCalls | None = None
-        if reading.calls == "bound":
-            self._calls = BoundCalls(reading.functions)
+        self._calls: Calls | BoundCalls | CustomCalls | InputOnly | None = None
+        self._ends = reading.calls in FORMS  # whether text may follow a call
+        if reading.calls == "input":
+            (name,) = reading.functions
+            self._calls = InputOnly(name)
         elif reading.calls != "none":
-            self._calls = Calls(FORMS[reading.calls], reading.functions)
+            functions, bound = reading.functions, reading.calls == "bound"
+            found = BoundCalls(functions) if bound else Calls(FORMS[reading.calls], functions)
+            self._calls = CustomCalls(found, reading.custom) if reading.custom else found
         self.called = 0  # calls reported
         self.done = False  # the only call that is allowed is complete
 
@@ -63,12 +69,12 @@ class Reader:
 
     def _allowed(self, part: Part) -> bool:
         """Counts calls; without parallel calls, nothing follows the first."""
-        if part.kind == "call" and (self._parallel or not self.called):
+        if part.kind in ("call", "custom") and (self._parallel or not self.called):
             self.called += 1
             return True
         if self._parallel or not self.called:
             return True
-        if part.kind == "arguments" and part.call == 0:
-            self.done = self.done or isinstance(self._calls, Calls)
+        if part.kind in ("arguments", "input") and part.call == 0:
+            self.done = self.done or self._ends
             return True
         return False

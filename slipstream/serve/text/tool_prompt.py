@@ -27,6 +27,9 @@ def call_for_template(call: Any) -> dict[str, Any]:
 
     Clients send back what a model wrote, and a call that max_tokens cut is not valid JSON.
     """
+    if call.type == "custom":
+        function = {"name": call.custom.name, "arguments": {"input": call.custom.input}}
+        return {"id": call.id, "type": "function", "function": function}
     text = call.function.arguments
     try:
         arguments = json.loads(text) if text.strip() else {}

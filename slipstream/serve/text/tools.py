@@ -1,17 +1,18 @@
 """Checks a request's tools, and makes the reading that finds calls and the grammar that binds forced calls."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.errors import BadRequest
 from slipstream.grammar.schema import Simplifier
-from slipstream.serve.openai.bodies import AllowedChoice, ChatBody, NamedChoice, Tool
+from slipstream.serve.openai.bodies import AllowedChoice, ChatBody, CustomTool, NamedChoice, NamedCustom, Tool
 from slipstream.serve.text.calls import FORMS, ToolCallFormat
 from slipstream.serve.text.dialect import Dialect
 from slipstream.serve.text.reader import Reading
-from slipstream.serve.text.structured import of_simplified
+from slipstream.serve.text.structured import of_grammar, of_regex, of_simplified
 
 MAX_TOOLS = 128
 MAX_CALLS = 16  # in one forced answer; a small model may not stop by itself
@@ -23,6 +24,7 @@ class ToolChoiceRule(NamedTuple):
     tools: list[dict[str, Any]] | None
     reading: Reading | None
     calls: str = ""
+    param: str = "tools"  # the field that `calls` is from
     either: str = ""  # Lark of an answer that is either calls (each is @call, the grammar) or the other bound answer (@answer)
 
 
@@ -33,12 +35,13 @@ def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
     choice = body.tool_choice if body.tool_choice is not None else "auto"
     if isinstance(choice, AllowedChoice):  # the model does not see the other tools
         tools, choice = _allowed(tools, choice), choice.allowed_tools.mode
-    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    named = choice.function.name if isinstance(choice, NamedChoice | NamedCustom) else None
     names = [t["function"]["name"] for t in tools]
     if (named or choice == "required") and not tools:
         raise BadRequest("tool_choice: needs tools; send tools, or leave it out", "tool_choice")
     if named and named not in names:
-        raise BadRequest(f"tool_choice: {named[:100]} is not among the tools", "tool_choice.function.name")
+        kind = "custom" if isinstance(choice, NamedCustom) else "function"
+        raise BadRequest(f"tool_choice: {named[:100]} is not among the tools", f"tool_choice.{kind}.name")
     bound = (body.response_format or {}).get("type", "text") != "text" or bool(body.structured_outputs or body.regex)
     if not tools or choice == "none":
         # with "none" the model does not see the tools, as in vLLM; a bound answer does not begin with reasoning
@@ -49,18 +52,38 @@ def choose(body: ChatBody, dialect: Dialect) -> ToolChoiceRule:
         raise BadRequest(
             f"tools: reading this model's tool calls {why}; start with --tool-call-parser hermes or llama3", "tools"
         )
+    open_to = [(i, tool) for i, tool in enumerate(body.tools or ()) if tool.function.name in ([named] if named else names)]
+    if any(isinstance(tool, CustomTool) and tool.grammar for _, tool in open_to):
+        return _bound_input(tools, open_to, choice)
     parallel = body.parallel_tool_calls is not False
+    custom = frozenset(tool.custom.name for tool in body.tools or () if isinstance(tool, CustomTool))
     if choice == "auto" and not bound:
-        return ToolChoiceRule(tools, Reading(dialect.thinking, dialect.calls, frozenset(names), parallel, dialect.keep))
+        return ToolChoiceRule(tools, Reading(dialect.thinking, dialect.calls, frozenset(names), parallel, dialect.keep, custom))
     key = FORMS[dialect.calls].key if dialect.calls in FORMS else "arguments"
     several = choice != "auto" and parallel and named is None
     wanted = [t["function"] for t in tools if named in (None, t["function"]["name"])]
     places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(body.tools or ())}
     calls = calls_grammar(wanted, key, several, places)
     if choice == "auto":
-        reading = Reading("none", dialect.calls, frozenset(names), parallel, dialect.keep)
-        return ToolChoiceRule(tools, reading, calls, either(FORMS[dialect.calls], dialect.marks, parallel))
-    return ToolChoiceRule(tools, Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel), calls)
+        reading = Reading("none", dialect.calls, frozenset(names), parallel, dialect.keep, custom)
+        return ToolChoiceRule(tools, reading, calls, either=either(FORMS[dialect.calls], dialect.marks, parallel))
+    reading = Reading("none", "bound", frozenset(f["name"] for f in wanted), parallel, custom=custom)
+    return ToolChoiceRule(tools, reading, calls)
+
+
+def _bound_input(tools: list[dict[str, Any]], open_to: list[tuple[int, Tool | CustomTool]], choice: Any) -> ToolChoiceRule:
+    """The answer is the input of the only tool that may be called, bound by its grammar.
+
+    Within a call's JSON its characters would be escaped, and a grammar in Lark describes them as they are.
+    """
+    i, tool = next((i, t) for i, t in open_to if isinstance(t, CustomTool) and t.grammar)
+    where, grammar = f"tools[{i}].custom.format", tool.grammar
+    assert grammar is not None
+    if choice == "auto" or len(open_to) > 1:
+        raise BadRequest(f"{where}: a grammar needs a tool_choice that names the tool; name it, or send format text", where)
+    where += ".grammar.definition"
+    text = (of_grammar if grammar.syntax == "lark" else of_regex)(grammar.definition, where)
+    return ToolChoiceRule(tools, Reading("none", "input", frozenset([tool.custom.name])), text, where)
 
 
 def _allowed(tools: list[dict[str, Any]], choice: AllowedChoice) -> list[dict[str, Any]]:
@@ -71,10 +94,10 @@ def _allowed(tools: list[dict[str, Any]], choice: AllowedChoice) -> list[dict[st
     return [t for t in tools if t["function"]["name"] in names]
 
 
-def for_template(tools: list[Tool] | None) -> list[dict[str, Any]]:
+def for_template(tools: Sequence[Tool | CustomTool] | None) -> list[dict[str, Any]]:
     """Tools as templates show them: a field that the client left out is absent, not null."""
-    out = [msgspec.to_builtins(tool) for tool in tools or ()]
-    return [{**tool, "function": {k: v for k, v in tool["function"].items() if v is not None}} for tool in out]
+    functions = [msgspec.to_builtins(tool.function) for tool in tools or ()]
+    return [{"type": "function", "function": {k: v for k, v in f.items() if v is not None}} for f in functions]
 
 
 def _check(body: ChatBody) -> None:
@@ -82,7 +105,7 @@ def _check(body: ChatBody) -> None:
         raise BadRequest(f"tools: at most {MAX_TOOLS} tools in one request, not {len(body.tools or ())}", "tools")
     seen = set()
     for i, tool in enumerate(body.tools or ()):
-        where = f"tools[{i}].function"
+        where = f"tools[{i}].{'custom' if isinstance(tool, CustomTool) else 'function'}"
         if tool.function.name in seen:
             raise BadRequest(f"{where}.name: {tool.function.name[:100]} is an earlier tool's name too", f"{where}.name")
         seen.add(tool.function.name)

@@ -16,6 +16,7 @@ from slipstream.serve.app import build
 from slipstream.serve.audio.audio_file import decode, encode
 from slipstream.serve.audio.secret_token import signed
 from slipstream.serve.budget import Budget
+from slipstream.serve.observe.shared_counters import SharedCounters
 
 RATE = 24_000
 TONE = (np.sin(np.arange(RATE) * 0.1) * 12_000).astype(np.int16)
@@ -72,17 +73,25 @@ def composite():
     assert all(call.closed for call in made.calls)
 
 
+def front_of(composite, key: str | None = None, **more):
+    return SimpleNamespace(
+        server_config=ServerConfig(api_key=key),
+        bodies=Budget(1 << 30),
+        composite=composite,
+        encoder=None,
+        shared_counters=SharedCounters(),
+        metrics=SimpleNamespace(),
+        model="voice",
+        models=["voice"],
+        check_model=lambda name: None,
+        **more,
+    )
+
+
 @pytest.fixture
 def http(composite):
     tokenizer = SimpleNamespace(encode=lambda text, special=True: text.split())
-    front = SimpleNamespace(
-        server_config=ServerConfig(),
-        bodies=Budget(1 << 30),
-        composite=composite,
-        model="voice",
-        check_model=lambda name: None,
-        ready_tokenizer=lambda: tokenizer,
-    )
+    front = front_of(composite, ready_tokenizer=lambda: tokenizer)
     return TestClient(build(front), base_url="http://127.0.0.1", raise_server_exceptions=False)  # type: ignore[arg-type]
 
 
@@ -137,15 +146,7 @@ def test_speech_is_streamed_in_every_format(http, composite, format):
 
 
 def test_a_client_secret_opens_a_session_with_its_settings_and_nothing_else(composite):
-    front = SimpleNamespace(
-        server_config=ServerConfig(api_key="secret"),
-        bodies=Budget(1 << 30),
-        composite=composite,
-        model="voice",
-        models=["voice"],
-        check_model=lambda name: None,
-        engine=SimpleNamespace(draining=False),
-    )
+    front = front_of(composite, "secret", engine=SimpleNamespace(draining=False))
     http = TestClient(build(front), base_url="http://127.0.0.1")  # type: ignore[arg-type]
     path, key = "/v1/realtime/client_secrets", {"authorization": "Bearer secret"}
     socket = "ws://127.0.0.1/v1/realtime"
