@@ -270,7 +270,11 @@ class CpuExecutor:
             return self.sampler.greedy(logits)
         rows = [
             SampleRow(
-                s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks[s][place] if s in masks else None
+                s,
+                tables.sampling[s],
+                int(tables.prompt_len[s]),
+                tables.tokens[s, :end],
+                masks[s][place] if s in masks else None,
             )
             for s, end, place in zip(slots.tolist(), pending.ends[alive].tolist(), pending.places[alive].tolist(), strict=True)
         ]
