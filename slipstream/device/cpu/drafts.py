@@ -56,7 +56,7 @@ class NgramProposer:
 
 
 def last_match(text: np.ndarray, suffix: np.ndarray, least: int) -> int:
-    """Where the longest possible end of `suffix` (`least` to LONGEST_MATCH tokens) occurs last in `text`: its last token; or -1.
+    """Where the longest end of `suffix` (`least` to LONGEST_MATCH tokens) that `text` has occurs last: its last token, or -1.
 
     Both int32. An occurrence that reaches over the beginning of `text` does not count.
     """

@@ -257,8 +257,8 @@ class CpuExecutor:
         if self.board is not None:
             self.board.set("collective", self.collective.entered)
             self.board.device_span(pending.start, end, seq, self.collective.entered)
-        seconds = (end - pending.start) * 1e-9
-        self._arrived.append(Outcome(seq, tokens, accepted, logprobs, prompts, errors, drafts, counts - 1, seconds))
+        seconds, verified = (end - pending.start) * 1e-9, counts - 1 if counts.max(initial=1) > 1 else None
+        self._arrived.append(Outcome(seq, tokens, accepted, logprobs, prompts, errors, drafts, verified, seconds))
         self._bell.ring()
 
     def _draw(self, pending: "_Pending", alive: slice | np.ndarray, masks: dict[int, np.ndarray]) -> Sampled:

@@ -13,7 +13,7 @@ _NOBODY = SamplingParams(temperature=0.0)
 
 
 class PlacedRows(NamedTuple):
-    """A batch's rows as the device runs them, int [R] each: where they begin, their tokens, and how many of these are judged."""
+    """A batch's rows as the device runs them, int [R] each: where they begin, their tokens, how many of these are judged."""
 
     starts: np.ndarray
     counts: np.ndarray

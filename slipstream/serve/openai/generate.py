@@ -72,11 +72,13 @@ def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> 
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
         raise BadRequest(f"{what} make {count} requests, and at most {most} (--max-queue) can wait; send fewer together", param)
     samplings = [msgspec.structs.replace(plan.sampling, choice=k) for k in range(plan.n)]
-    grammar, out = plan.grammar, []
+    limits, out = front.engine.limits, []
+    prediction = plan.prediction[: 4 * limits.max_len] if limits is not None else b""
+    ours = (plan.priority, plan.salt, plan.grammar, plan.most_drafts, prediction)
     for prompt in prompts:
         packed = prompt.ids.tobytes()
         for sampling in samplings:
-            request = Request(front.engine.next_id(), packed, prompt.max_tokens, sampling, plan.priority, plan.salt, grammar)
+            request = Request(front.engine.next_id(), packed, prompt.max_tokens, sampling, *ours)
             out.append((prompt, _scored(request) if plan.discard else request))
     return out
 
