@@ -32,6 +32,7 @@ from slipstream.models.registry import build
 from slipstream.ops.collective import Collective
 from slipstream.ops.cpu.ops import PlainOps
 from slipstream.ops.cpu.paged import PagedStep, build_step
+from slipstream.ops.cpu.rewind import rewind
 from slipstream.ops.interface import JudgedRows
 from slipstream.ops.sampler import Sampled, Sampler, SampleRow
 from slipstream.shard import Shard
@@ -73,9 +74,6 @@ class CpuExecutor:
         needs = CacheNeeds(
             self.model.caches, self.cache_dtype, self.page_size, c.max_num_seqs, c.max_model_len or self.model.max_len
         )
-        if c.most_drafts and needs.has_state:
-            text = f"--speculative-tokens {c.speculative_tokens} is not supported for models with recurrent state; 0 is"
-            raise ConfigError(text)
         given = c.kv_cache_memory_bytes
         most = needs.slots * -(-needs.max_len // self.page_size) if given is None else MAX_PAGES
         memory = cache_memory(needs, self.shard.size, given)
@@ -201,11 +199,12 @@ class CpuExecutor:
         rows = tables.place(batch)
         ids = tables.ids(batch.slots, rows.starts, rows.counts)
         step = build_step(
-            ids, batch.slots, rows.starts, rows.counts, tables.pages, self.windows, self.caches, self.dtype, self.page_size
-        )
+            ids, batch.slots, rows.starts, rows.counts, tables.pages, self.windows, self.caches, self.dtype, self.page_size,
+            batch.decodes,
+        )  # fmt: skip
         hidden = self.model.forward(step)
         self.state.save(batch.saves)
-        pending = _Pending(batch, rows, start)
+        pending = _Pending(batch, rows, step, start)
         if len(pending.slots):
             slots, at = JudgedRows(torch.from_numpy(pending.slots.astype(np.int64))), pending.tokens_at
             every = len(at) == hidden.shape[0]
@@ -250,6 +249,7 @@ class CpuExecutor:
             at = list(zip(row_of.tolist(), places.tolist(), strict=True))
             logprobs = {at[i]: found for i, found in sampled.logprobs.items() if at[i][1] < accepted[at[i][0]]}
             errors = {at[i][0]: why for i, why in sampled.errors.items() if not at[i][1]}
+        rewind(pending.step, dict(zip(own.tolist(), accepted.tolist(), strict=True)))
         self.tables.commit(own[kept], pending.firsts[kept], tokens[kept], accepted[kept])
         drafts = self._propose(own[kept].tolist()) if tables.speculates else {}
         tokens, prompts = tokens[:, : int(accepted.max(initial=1))], pending.prompt_logprobs
@@ -297,9 +297,10 @@ class _PageArrays(NamedTuple):
 class _Pending:
     """A step between its forward and its sampling. The judged positions of a row are adjacent, and rows stand in order."""
 
-    def __init__(self, batch: Batch, rows: PlacedRows, start: int):
+    def __init__(self, batch: Batch, rows: PlacedRows, step: PagedStep, start: int):
         self.batch = batch
         self.rows = rows
+        self.step = step
         self.start = start  # monotonic nanoseconds
         self.judged = np.flatnonzero(rows.sampled)
         counts = rows.sampled[self.judged]

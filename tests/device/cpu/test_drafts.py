@@ -10,7 +10,8 @@ from slipstream.log.caches import one_table
 from slipstream.log.request import Request, SamplingParams
 from tests.device.groups import Group
 from tests.device.led import Answered, Led
-from tests.helpers.checkpoints import tiny_llama
+from tests.helpers.checkpoints import tiny, tiny_llama, tiny_qwen3_5
+from tests.models.test_recurrent import NEMOTRON
 
 RNG = np.random.default_rng(8)
 BEGINNING = RNG.integers(3, 250, 36).tolist()
@@ -56,8 +57,8 @@ class Scripted:
             tables.drafts[slot], tables.drafted[slot] = drafts, DRAFTS
 
 
-def group(drafts: int, size: int = 1, pages: int = 0) -> Group:
-    return Group(tiny_llama(), size, slots=6, max_len=128, width=1 + drafts, pages=pages)
+def group(drafts: int, size: int = 1, pages: int = 0, make=tiny_llama, **more) -> Group:
+    return Group(make(), size, slots=6, max_len=128, width=1 + drafts, pages=pages, **more)
 
 
 def scripted(g: Group, answers: dict[int, Answered], wrong: int, requests: list[Request] = REQUESTS) -> Group:
@@ -116,6 +117,25 @@ def test_clients_that_leave_in_the_middle_of_drafts_change_no_other_answer(expec
         got = Led(g, True).run(REQUESTS[:4] + others, leaving={10: 3, 13: 1})
         same({id: got[id] for id in range(4)}, {id: expected[id] for id in range(4)})
         assert got[10].reason == "abort" and len(got[10].tokens) < len(expected[0].tokens)
+
+
+def tiny_nemotron_h():
+    return tiny("nemotron_h", **NEMOTRON)
+
+
+HYBRIDS = [tiny_qwen3_5, tiny_nemotron_h]
+
+
+@pytest.mark.parametrize("make", HYBRIDS)
+def test_ff40_recurrent_state_goes_back_by_each_requests_own_count(make):
+    """Drafts wrong at each position, in batches, chunks and on two ranks, with preemption and saved states."""
+    with group(0, make=make, snapshots=6) as g:
+        plain = Led(g, False).run(REQUESTS)
+    for wrong, size, pages, cap in ((0, 1, 0, 2048), (1, 2, 0, 2048), (2, 1, 13, 16), (DRAFTS, 1, 0, 2048)):
+        with scripted(group(DRAFTS, size, pages, make, snapshots=6), plain, wrong) as g:
+            led = Led(g, True, cap=cap)
+            same(led.run(REQUESTS), plain)
+            assert not pages or led.leader.planner.counters.preemptions
 
 
 class EveryThird:
