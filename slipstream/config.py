@@ -43,6 +43,9 @@ def option(
     return field(default=default, metadata=meta)
 
 
+MAX_DRAFTS = 8  # of a request in one step
+
+
 @dataclass
 class EngineConfig:
     """The settings for loading and running a model; the same on every rank."""
@@ -102,6 +105,14 @@ class EngineConfig:
     scheduling: str = option("async", "async plans the next step while one runs; serial waits", choices=("async", "serial"))
     enable_prefix_caching: bool = option(True, "reuse the KV pages of prompts and answers with equal beginnings")
     tensor_parallel_size: int = option(1, "ranks that share each layer", flags=("-tp",), least=1)
+    speculative_tokens: str = option(
+        "0",
+        "drafts that a step verifies for each request, 0 to 8; auto: as many as pay off",
+        choices=("auto", *map(str, range(MAX_DRAFTS + 1))),
+    )
+    speculative_method: str = option(
+        "ngram", "where drafts come from; ngram: what followed the last tokens earlier in the request", choices=("ngram",)
+    )
     step_timeout: float = option(30.0, "seconds without progress after which a rank counts as hung", above=0)
     target_itl_ms: float | None = option(
         None, "target for the longest wait between two tokens of a stream, in ms (default: 100 on CPU, else 16)", above=0
@@ -117,6 +128,11 @@ class EngineConfig:
     sim_snapshot_tokens: int = option(
         0, "--device sim: tokens between saves of the per-slot state that some layers have; 0: no state", least=0
     )
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts of a request that a step verifies at most."""
+        return MAX_DRAFTS if self.speculative_tokens == "auto" else int(self.speculative_tokens)
 
 
 @dataclass
@@ -247,7 +263,7 @@ def _check(meta: typing.Mapping[str, typing.Any], value: typing.Any, origin: str
         return
     if meta["secret"] and value == "":
         raise ConfigError(f"{origin}: is empty; give a key or leave it out")
-    if choices and value not in choices:
+    if choices and str(value) not in choices:
         near = difflib.get_close_matches(str(value), choices, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{origin}: {value!r} is not one of {', '.join(choices)}{hint}")

@@ -121,6 +121,9 @@ class View:
             "eager steps", self._eager(rate, steps), "pages copied/s", f"{rate('kv_pages_copied_total'):.0f}",
             "restarts", f"{total(now, 'group_restarts_total'):.0f}",
         )  # fmt: skip
+        drafts = rate("spec_decode_num_draft_tokens_total")
+        accepted = rate("spec_decode_num_accepted_tokens_total")
+        table.add_row("drafts/s", f"{drafts:.0f}", "accepted", f"{accepted / drafts:.0%}" if drafts else "–")
         for label, name in (("TTFT", "time_to_first_token_seconds"), ("ITL", "inter_token_latency_seconds")):
             cells = [f"{label} p50 / p99"]
             values = [quantile(now, before, name, q) for q in (0.5, 0.99)]

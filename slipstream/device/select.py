@@ -4,6 +4,7 @@ import os
 
 from slipstream.config import EngineConfig
 from slipstream.device.executor import DeviceProgress, Executor
+from slipstream.errors import ConfigError
 
 
 def build_executor(
@@ -15,12 +16,16 @@ def build_executor(
     agree there on the file through which they connect.
     """
     if config.device == "sim":
+        if config.most_drafts:
+            raise ConfigError(f"--speculative-tokens {config.speculative_tokens}: use --sim-drafts with --device sim")
         from slipstream.device.sim import SimExecutor, sim_model
 
         model = sim_model(model_path)
         return SimExecutor(config, model, board), model
     kind = resolve_device(config.device)
     if kind == "cuda":
+        if config.most_drafts:
+            raise ConfigError(f"--speculative-tokens {config.speculative_tokens} is not supported with --device cuda; 0 is")
         from slipstream.device.cuda.memory import choose_device
 
         choose_device(rank, size)  # says what is missing before kernels are imported, which need it too

@@ -96,7 +96,9 @@ class SimTokens:
         self.length[slots] += accepted
         errors = {i: DEAD_END for i in np.flatnonzero(tokens[:, 0] < 0).tolist()} if masks else {}
         drafts = self._sent_home(slots)
-        return Outcome(batch.seq, tokens, accepted, self._logprobs(slots, tokens, accepted), errors=errors, drafts=drafts)
+        found = self._logprobs(slots, tokens, accepted)
+        verified = sampled - 1 if batch.width > 1 else None
+        return Outcome(batch.seq, tokens, accepted, found, errors=errors, drafts=drafts, verified=verified)
 
     def _verify(
         self, slots: np.ndarray, sampled: np.ndarray, first: np.ndarray, masks: Mapping[int, np.ndarray]

@@ -93,4 +93,5 @@ class Outcome:
     prompt_logprobs: dict[int, PromptRows] = field(default_factory=dict[int, PromptRows])  # by slot
     errors: dict[int, str] = field(default_factory=dict[int, str])  # by row of `tokens`
     drafts: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # by slot
+    verified: np.ndarray | None = None  # int32 [judged rows]: drafts that each row had; None: no row had any
     seconds: float = 0.0  # how long the step had this rank's device; only the leader's budget reads it; 0: not measured

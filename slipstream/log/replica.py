@@ -419,11 +419,13 @@ class Replica(ReplicaState):
     def _save_decodes(self, slots: np.ndarray, starts: np.ndarray, widths: np.ndarray) -> tuple[tuple[int, int], ...]:
         """Saves the state of rows that compute the last token before a boundary. It is published when that token is committed.
 
-        Rows that verify drafts are left out: the position that they reach is not known yet.
+        Rows that verify drafts are left out, and rows that follow such a row in flight: the position that they reach is not
+        known yet.
         """
         ends = starts + 1
         saves: list[tuple[int, int]] = []
-        at = np.flatnonzero((widths == 1) & (ends % self.limits.snapshot_tokens == 0))
+        exact = (widths == 1) & (self.sure[slots] == self.bound[slots])
+        at = np.flatnonzero(exact & (ends % self.limits.snapshot_tokens == 0))
         for slot, end in zip(slots[at].tolist(), ends[at].tolist(), strict=True):
             if self.cache.snapshots.available and self.limits.caching:
                 snapshot = self.cache.snapshots.take()

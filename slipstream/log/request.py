@@ -64,6 +64,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     priority: int = 0  # smaller runs earlier (as vLLM has it)
     salt: bytes = b""  # separates prefix-cache namespaces
     grammar: bytes = b""  # serialized grammar specification, b"" for none; see grammar/matcher.py
+    most_drafts: int = -1  # drafts of a row at most; -1: as the server makes them
+    prediction: bytes = b""  # int32 little-endian token ids that the answer may consist of: a source of drafts
 
     @property
     def resources(self) -> tuple[Resource, ...]:

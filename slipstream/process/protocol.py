@@ -45,6 +45,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     ids: bytes  # int64 little-endian request ids
     tokens: bytes  # int32 little-endian token ids
     logprobs: dict[int, TokenLogprobs] | None = None  # by column
+    drafts: dict[int, tuple[int, int]] | None = None  # by request id: drafts that were verified, and accepted of them
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -97,6 +98,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     preemptions: int
     eager_steps: dict[str, int]  # of the leader's device: `Executor.eager_steps`
     pages_copied: dict[str, int]  # of preempted requests: to the host by "offload", back by "restore"
+    drafts: dict[str, int] = {}  # "rows" that had drafts, "drafts" that were verified, and "accepted" of them
+    drafts_accepted_at: dict[int, int] = {}  # accepted drafts by their position in the row
 
 
 ToLeader = Submit | Abort

@@ -48,6 +48,8 @@ class StepTiming(NamedTuple):
     seq: int
     at: float  # time of the launch, seconds
     load: StepLoad
+    rows: int  # of decoding requests ...
+    width: int  # ... and the most tokens that each could give
 
 
 def load_of(batch: Batch) -> StepLoad:
@@ -194,7 +196,8 @@ class Leader(Rank):
         if len(settled.tokens):
             logprobs = outcome.logprobs
             found = {i: logprobs[at] for i, at in enumerate(settled.places()) if at in logprobs} if logprobs else None
-            yield SendToFront(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), found or None))
+            drafts = self.planner.counters.drafts.add(outcome, settled)
+            yield SendToFront(Tokens(settled.ids.tobytes(), settled.tokens.tobytes(), found or None, drafts or None))
 
     def record_step_time(self, outcome: Outcome) -> None:
         """Learns how long the step took, from the device's report or from the times of launches and outcomes."""
@@ -202,6 +205,8 @@ class Leader(Rank):
         seconds = outcome.seconds or self.now - max(step_timings.at, self.arrived_at)
         self.arrived_at = self.now
         self.planner.budget.observe(step_timings.load, seconds)
+        if self.planner.auto is not None and step_timings.rows and not step_timings.load.prompt_tokens:
+            self.planner.auto.observe(step_timings.rows, step_timings.width, int(outcome.accepted.sum()), seconds)
         if self.step_timings:
             self.lead_s = max(self.lead_s * LEAD_DECAY_FACTOR, MIN_LEAD_S)
         elif self.depth > 1 and (len(self.replica.decoding) or self.replica.prefilling):
@@ -264,7 +269,7 @@ class Leader(Rank):
     def launched(self, entry: Entry, batch: Batch) -> None:
         assert entry.step is not None
         load = load_of(batch)
-        self.step_timings.append(StepTiming(batch.seq, self.now, load))
+        self.step_timings.append(StepTiming(batch.seq, self.now, load, batch.decodes, batch.width))
         self.steps[ORDERS[entry.step.order]] += 1
         self.step_tokens.append(load.decodes + load.prompt_tokens)
 

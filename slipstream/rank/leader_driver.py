@@ -35,7 +35,7 @@ class Choices:
         """The weight counts the Python objects of the fields that a client can make large. A bias is a tuple of two numbers."""
         request, sampling, count = message.request, message.request.sampling, 1 + len(message.more)
         words = sum(64 + 40 * len(word) for word in sampling.bad_words)
-        shared = len(request.prompt) + len(request.grammar) + 160 * len(sampling.logit_bias) + words
+        shared = len(request.prompt) + len(request.prediction) + len(request.grammar) + 160 * len(sampling.logit_bias) + words
         return cls(link, shared + 2048 * count, count)
 
 
@@ -203,6 +203,8 @@ class LeaderDriver(Driver):
             preemptions=counters.preemptions,
             eager_steps=dict(self.executor.eager_steps),
             pages_copied=dict(self.pages_copied),
+            drafts={"rows": counters.drafts.rows, "drafts": counters.drafts.drafts, "accepted": counters.drafts.accepted},
+            drafts_accepted_at=dict(enumerate(counters.drafts.accepted_at)),
         )
         self._load_at = now
         if load != self._load:
@@ -253,4 +255,5 @@ class LeaderDriver(Driver):
             own = [i for i, owner in enumerate(owners) if owner is link]
             if own:
                 logprobs = message.logprobs and {k: message.logprobs[i] for k, i in enumerate(own) if i in message.logprobs}
-                link.queue(Tokens(ids[own].tobytes(), tokens[own].tobytes(), logprobs or None))
+                drafts = message.drafts and {id: n for id, n in message.drafts.items() if self.link_of(id) is link}
+                link.queue(Tokens(ids[own].tobytes(), tokens[own].tobytes(), logprobs or None, drafts or None))

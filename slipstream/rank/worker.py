@@ -24,6 +24,7 @@ from slipstream.rank.loop import Rank
 from slipstream.rank.preparer import Makers, Preparer
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.planner import Planner
+from slipstream.schedule.speculation import AutoWidth
 
 
 def main() -> int:
@@ -89,7 +90,8 @@ def build_driver(engine: config.EngineConfig, setup: Setup, limits: Limits, part
         return FollowerDriver(Rank(setup.rank, replica), parts, FollowerEnd(rings[0], rings[1]))
     target = default_target_itl_ms(engine.device) if engine.target_itl_ms is None else engine.target_itl_ms
     budget = Budget(engine.max_num_batched_tokens, target * 1e-3)
-    planner = Planner(replica, budget, engine.max_queue, parts.executor.copy_seconds)
+    auto = AutoWidth(replica.limits.width) if engine.speculative_tokens == "auto" else None
+    planner = Planner(replica, budget, engine.max_queue, parts.executor.copy_seconds, auto)
     leader = Leader(replica, planner, setup.size, engine.scheduling == "async")
     return LeaderDriver(leader, parts, LeaderEnd(rings[0::2], rings[1::2], engine.step_timeout), engine.queue_memory_bytes)
 

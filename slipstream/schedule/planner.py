@@ -5,7 +5,7 @@ and cut chunks of prompts that fit the rest of the budget. The planner applies e
 Followers apply the same command when they read it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from slipstream.schedule.admission import Admission
 from slipstream.schedule.budget import Budget
 from slipstream.schedule.prefill_order import PendingPrefill, PrefillOrder
 from slipstream.schedule.queue import Queue, Waiting
+from slipstream.schedule.speculation import AutoWidth, DraftCounts
 
 
 @dataclass
@@ -47,11 +48,17 @@ class Counters:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class Planner:
-    def __init__(self, replica: Replica, budget: Budget, max_queue: int, copy_seconds: float = 0.0):
-        """`copy_seconds`: time of one page's copy to the host and back, measured at the start."""
+    def __init__(
+        self, replica: Replica, budget: Budget, max_queue: int, copy_seconds: float = 0.0, auto: AutoWidth | None = None
+    ):
+        """`copy_seconds`: time of one page's copy to the host and back, measured at the start.
+
+        `auto` chooses the width of decode rows; None: always the most.
+        """
         self.replica = replica
         self.budget = budget
         self.queue = Queue(max_queue)
@@ -63,6 +70,7 @@ class Planner:
         self.arrival: dict[int, tuple[float, int]] = {}  # slot -> place in the queue it came from
         self.preempted: list[int] = []  # slots, in the order they return
         self._last = PrefillShare(0, [], -1, 0.0)  # the last step that had prompts
+        self.auto = auto
         self._width = 1  # of this plan's decode rows
 
     # --- what comes in
@@ -110,7 +118,8 @@ class Planner:
 
     def row_width(self) -> int:
         """Tokens that a decode row of the next step may give: one and the drafts that it verifies."""
-        return self.replica.limits.width
+        rows = len(self.replica.decoding)
+        return self.auto.choose(rows) if self.auto is not None and rows else self.replica.limits.width
 
     def _droppable(self, slot: int) -> bool:
         return int(self.replica.last_row[slot]) <= self.replica.settled_to
@@ -316,7 +325,7 @@ class Planner:
         other.replica = replica
         other.queue = self.queue.copy()
         other.admission = self.admission.copy(replica, other.queue)
-        other.counters = Counters(**vars(self.counters))
+        other.counters = replace(self.counters, drafts=self.counters.drafts.copy())
         other.aborted, other.slot_of, other.arrival = self.aborted.copy(), self.slot_of.copy(), self.arrival.copy()
         other.preempted = self.preempted.copy()
         return other

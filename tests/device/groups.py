@@ -44,7 +44,7 @@ class Group:
 
     def __init__(
         self, path, size: int = 1, slots: int = 8, max_len: int = 256, dtype: str = "float32", page_size: int = 16,
-        host_pages: int = 0, snapshots: int = 0, **config,
+        host_pages: int = 0, snapshots: int = 0, width: int = 1, pages: int = 0, **config,
     ):  # fmt: skip
         engine = EngineConfig(
             model=str(path), dtype=dtype, max_num_seqs=slots, max_model_len=max_len, block_size=page_size, **config
@@ -53,10 +53,10 @@ class Group:
         sums = collectives(size)
         self.ranks = [CpuExecutor(checkpoint, engine, Shard(r, size), sums[r]) for r in range(size)]
         self.columns = -(-max_len // page_size)
-        pages = slots * self.columns
+        pages = pages or slots * self.columns
         tables = tuple(TableLimits(pages, w, host_pages) for w in windows(self.ranks[0].model.caches))
         self.limits = Limits(
-            tables, slots, max_len, page_size, snapshots=snapshots, snapshot_tokens=page_size if snapshots else 0
+            tables, slots, max_len, page_size, snapshots=snapshots, snapshot_tokens=page_size if snapshots else 0, width=width
         )
         for rank in self.ranks:
             rank.start(self.limits)

@@ -16,13 +16,16 @@ class Setting(NamedTuple):
     pages: str
     mode: str
     page_size: int = 16
+    drafts: str = "0"
 
     def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in self._asdict().items() if (name, value) != ("page_size", 16))
+        usual = {"page_size": 16, "drafts": "0"}
+        return "-".join(f"{name}={value}" for name, value in self._asdict().items() if usual.get(name) != value)
 
     def flags(self) -> list[str]:
         flags = ["--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "-tp", str(self.ranks)]
         flags += ["--scheduling", self.mode, "--block-size", str(self.page_size)]
+        flags += ["--speculative-tokens", self.drafts]
         flags += ["--enable-prefix-caching" if self.cache == "cached" else "--no-enable-prefix-caching"]
         flags += ["--max-num-batched-tokens", "2048" if self.chunk == "whole" else self.chunk]
         if self.chunk == "whole":
@@ -35,6 +38,10 @@ class Setting(NamedTuple):
 PLAINEST = Setting(1, "whole", "uncached", "plenty", "serial")
 AXES = ((1, 2), ("16", "64", "whole"), ("cached", "uncached"), ("plenty", "scarce"), ("serial", "async"))
 ALL = [Setting(*values) for values in itertools.product(*AXES)]
+DRAFTED = [
+    Setting(2, "16", "cached", "scarce", "async", drafts="3"),
+    Setting(1, "whole", "cached", "plenty", "serial", drafts="1"),
+]
 ODD = Setting(1, "64", "cached", "scarce", "async", page_size=7)  # pages that no chunk size is a multiple of
 
 

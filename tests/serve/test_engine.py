@@ -28,6 +28,9 @@ class Ear:
     def started(self, cached_tokens):
         self._open()
 
+    def drafted(self, verified, accepted):
+        self._open()
+
     def prompt_logprobs(self, start, rows):
         self._open()
 

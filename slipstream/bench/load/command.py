@@ -6,7 +6,7 @@ import dataclasses
 import typing
 
 from slipstream import __version__
-from slipstream.bench.load import fleet, parity_run, plot, report, server, stats, trace, workloads
+from slipstream.bench.load import copy, fleet, parity_run, plot, report, server, stats, trace, workloads
 from slipstream.bench.load.flags import add_arguments
 from slipstream.bench.load.records import Record
 from slipstream.bench.load.worker import Target, Task
@@ -20,6 +20,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 if every request succeeded (and the comparison held), else 1."""
     if args.workload == "parity":
         return parity_run.run(args)
+    if args.workload == "copy":
+        return copy.run(args)
     if args.workload == "voice":
         from slipstream.bench.load import voice
 

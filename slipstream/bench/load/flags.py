@@ -10,6 +10,7 @@ WORKLOADS = {
     "rate": "requests that arrive at random, at a given rate",
     "burst": "long prompts that arrive at once while other streams decode",
     "multi-turn": "conversations with their real history; some clients leave",
+    "copy": "one stream with and without drafts: a document to be copied, and a story",
     "voice": "a voice server: quality and latency of transcription, answers and speech",
     "parity": "a fixed set of prompts, compared between servers, settings or loads",
 }
@@ -72,7 +73,7 @@ def _common(sub: argparse.ArgumentParser) -> None:
         "--processes", type=positive, metavar="N", help="the client's processes (default: by the number of cores)"
     )
     group.add_argument("--json", metavar="FILE", help="write the figures and each request's record")
-    if not sub.prog.endswith(("parity", "voice")):
+    if not sub.prog.endswith(("parity", "voice", "copy")):
         group.add_argument("--plot", metavar="FILE.png", help="draw latencies and gaps")
         group.add_argument("--trace", action="store_true", help="add the device's idle share (the server needs --enable-debug)")
         group.add_argument("--warmup", type=int, metavar="N", help="requests sent before the measurement")
@@ -174,11 +175,19 @@ def _voice_flags(sub: argparse.ArgumentParser) -> None:
     group.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="length of an answer (default: 64)")
 
 
+def _copy_flags(sub: argparse.ArgumentParser) -> None:
+    group = sub.add_argument_group("work")
+    group.add_argument("--lines", type=positive, default=24, metavar="N", help="lines of the document (default: 24)")
+    group.add_argument("--output-len", type=positive, default=256, metavar="N", help="tokens of an answer (default: 256)")
+    group.add_argument("--rounds", type=positive, default=3, metavar="N", help="answers of each kind (default: 3)")
+
+
 _FLAGS: dict[str, typing.Callable[[argparse.ArgumentParser], None]] = {
     "closed": _closed_flags,
     "rate": _rate_flags,
     "burst": _burst_flags,
     "multi-turn": _turn_flags,
+    "copy": _copy_flags,
     "voice": _voice_flags,
     "parity": _parity_flags,
 }

@@ -6,7 +6,6 @@ outcomes.
 
 import collections
 import concurrent.futures
-import dataclasses
 import queue
 import threading
 import time
@@ -19,8 +18,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.device.cpu.drafts import accept, make_proposer
 from slipstream.device.cpu.memory import cache_memory, page_arrays, resolve_dtype, threads_per_rank
-from slipstream.device.cpu.tables import SlotTables
+from slipstream.device.cpu.tables import PlacedRows, SlotTables
 from slipstream.device.cpu.threads import Crew
 from slipstream.device.executor import Batch, Capacity, DeviceProgress, Outcome, StepFailed
 from slipstream.device.memory import MAX_PAGES, CacheNeeds, cache_dtype
@@ -32,8 +32,9 @@ from slipstream.models.registry import build
 from slipstream.ops.collective import Collective
 from slipstream.ops.cpu.ops import PlainOps
 from slipstream.ops.cpu.paged import PagedStep, build_step
+from slipstream.ops.cpu.rewind import rewind
 from slipstream.ops.interface import JudgedRows
-from slipstream.ops.sampler import Sampler, SampleRow
+from slipstream.ops.sampler import Sampled, Sampler, SampleRow
 from slipstream.shard import Shard
 from slipstream.system.bell import Bell
 
@@ -76,11 +77,13 @@ class CpuExecutor:
         given = c.kv_cache_memory_bytes
         most = needs.slots * -(-needs.max_len // self.page_size) if given is None else MAX_PAGES
         memory = cache_memory(needs, self.shard.size, given)
-        return Capacity(needs.limits(memory, most, c.enable_prefix_caching, c.kv_offload_memory_bytes), self.ops.weight_bytes)
+        limits = needs.limits(memory, most, c.enable_prefix_caching, c.kv_offload_memory_bytes)
+        return Capacity(limits._replace(width=1 + c.most_drafts), self.ops.weight_bytes)
 
     def start(self, limits: Limits) -> None:
         layouts = self.model.caches
-        self.tables = SlotTables(limits)
+        self.tables = SlotTables(limits, limits.width - 1)
+        self.proposer = make_proposer(self.config.speculative_method, self.tables)
         self.windows = windows(layouts)
         self.state = SlotState(layouts, limits.slots, limits.snapshots, self.ops.device)
         self.caches: list[tuple[Tensor, ...]] = []  # by layer
@@ -193,75 +196,95 @@ class CpuExecutor:
         start = time.monotonic_ns()
         tables = self.tables
         tables.write_pages(batch.pages)
-        ids = tables.ids(batch.slots, batch.starts, batch.counts)
+        rows = tables.place(batch)
+        ids = tables.ids(batch.slots, rows.starts, rows.counts)
         step = build_step(
-            ids, batch.slots, batch.starts, batch.counts, tables.pages, self.windows, self.caches, self.dtype, self.page_size
-        )
+            ids, batch.slots, rows.starts, rows.counts, tables.pages, self.windows, self.caches, self.dtype, self.page_size,
+            batch.decodes,
+        )  # fmt: skip
         hidden = self.model.forward(step)
         self.state.save(batch.saves)
-        pending = _Pending(batch, start)
-        last = np.cumsum(batch.counts)[pending.judged] - 1
-        if len(last):
-            every = len(last) == hidden.shape[0]
-            rows = JudgedRows(torch.from_numpy(batch.slots[pending.judged].astype(np.int64)))
-            pending.logits = self.model.logits(hidden if every else hidden[torch.from_numpy(last.astype(np.int64))], rows)
-        self._prompt_logprobs(batch, step, hidden, pending)
+        pending = _Pending(batch, rows, step, start)
+        if len(pending.slots):
+            slots, at = JudgedRows(torch.from_numpy(pending.slots.astype(np.int64))), pending.tokens_at
+            every = len(at) == hidden.shape[0]
+            pending.logits = self.model.logits(hidden if every else hidden[torch.from_numpy(at)], slots)
+        self._prompt_logprobs(pending, step, hidden)
         self._pending = pending
 
-    def _prompt_logprobs(self, batch: Batch, step: PagedStep, hidden: Tensor, pending: "_Pending") -> None:
+    def _prompt_logprobs(self, pending: "_Pending", step: PagedStep, hidden: Tensor) -> None:
         """Position p of a prompt is judged by the logits of p - 1; the prompt's last row judges the first generated token."""
-        at = 0
-        for slot, start, count in zip(batch.slots.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
+        at, rows = 0, pending.rows
+        for slot, start, count in zip(pending.batch.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), strict=True):
             first, at = at, at + count
             top = self.tables.sampling[slot].prompt_logprobs
             judged = min(start + count, int(self.tables.prompt_len[slot]) - 1) - start
             if top < 0 or judged <= 0:
                 continue
-            rows: list[TokenLogprobs] = []
+            found: list[TokenLogprobs] = []
             targets = self.tables.tokens[slot, start + 1 : start + 1 + judged]
             for i in range(0, judged, _PROMPT_ROWS):
                 few = targets[i : i + _PROMPT_ROWS]
                 part = slice(first + i, first + i + len(few))
                 logits = self.model.logits(hidden[part], JudgedRows(step.slots[part]))
-                self.sampler.prompt_logprobs(logits, slot, few, top, rows)
-            pending.prompt_logprobs[slot] = (start + 1, rows)
-
-    def _sample_rows(self, slots: np.ndarray, ends: np.ndarray, masks: dict[int, np.ndarray]) -> list[SampleRow]:
-        tables = self.tables
-        return [
-            SampleRow(
-                s, tables.sampling[s], int(tables.prompt_len[s]), tables.tokens[s, :end], masks[s][0] if s in masks else None
-            )
-            for s, end in zip(slots.tolist(), ends.tolist(), strict=True)
-        ]
+                self.sampler.prompt_logprobs(logits, slot, few, top, found)
+            pending.prompt_logprobs[slot] = (start + 1, found)
 
     def _sample(self, seq: int, masks: dict[int, np.ndarray], discarded: frozenset[int]) -> None:
+        """Draws a token at each judged position, accepts the drafts that are right, commits, and makes the next drafts."""
         pending, self._pending = self._pending, None
         assert pending is not None and pending.batch.seq == seq
-        batch, tables = pending.batch, self.tables
-        assert batch.width <= 1, "`capacity` offers one token a row"
-        slots = batch.slots[pending.judged]
-        ends = (batch.starts + batch.counts)[pending.judged]
-        keep = [i for i, slot in enumerate(slots.tolist()) if slot not in discarded]
-        tokens = np.full((len(slots), 1), -1, np.int32)
-        outcome = Outcome(seq, tokens, np.ones(len(slots), np.int32), prompt_logprobs=pending.prompt_logprobs)
-        if keep:
-            assert pending.logits is not None
-            logits = pending.logits if len(keep) == len(slots) else pending.logits[keep]
-            if not masks and tables.greedy[slots].all():
-                sampled = self.sampler.greedy(logits)
-            else:
-                sampled = self.sampler.sample(logits, self._sample_rows(slots[keep], ends[keep], masks))
-            tokens[keep, 0] = sampled.tokens
-            tables.tokens[slots[keep], ends[keep]] = np.maximum(sampled.tokens, 0)
-            outcome.logprobs.update(((keep[i], 0), found) for i, found in sampled.logprobs.items())
-            outcome.errors.update((keep[i], why) for i, why in sampled.errors.items())
+        tables, own = self.tables, pending.batch.slots[pending.judged]
+        counts = pending.rows.sampled[pending.judged]
+        tokens = np.full((len(own), int(counts.max(initial=1))), -1, np.int32)
+        accepted, errors, logprobs = np.ones(len(own), np.int32), {}, {}
+        kept = [i for i, slot in enumerate(own.tolist()) if slot not in discarded]
+        if kept:
+            alive = slice(None) if len(kept) == len(own) else np.isin(pending.row_of, kept)
+            sampled = self._draw(pending, alive, masks)
+            row_of, places = pending.row_of[alive], pending.places[alive]
+            tokens[row_of, places] = sampled.tokens
+            if tokens.shape[1] > 1:
+                accepted = accept(tokens, tables.drafts[own], counts)
+            at = list(zip(row_of.tolist(), places.tolist(), strict=True))
+            logprobs = {at[i]: found for i, found in sampled.logprobs.items() if at[i][1] < accepted[at[i][0]]}
+            errors = {at[i][0]: why for i, why in sampled.errors.items() if not at[i][1]}
+        rewind(pending.step, dict(zip(own.tolist(), accepted.tolist(), strict=True)))
+        self.tables.commit(own[kept], pending.firsts[kept], tokens[kept], accepted[kept])
+        drafts = self._propose(own[kept].tolist()) if tables.speculates else {}
+        tokens, prompts = tokens[:, : int(accepted.max(initial=1))], pending.prompt_logprobs
         end = time.monotonic_ns()
         if self.board is not None:
             self.board.set("collective", self.collective.entered)
             self.board.device_span(pending.start, end, seq, self.collective.entered)
-        self._arrived.append(dataclasses.replace(outcome, seconds=(end - pending.start) * 1e-9))
+        seconds, verified = (end - pending.start) * 1e-9, counts - 1 if counts.max(initial=1) > 1 else None
+        self._arrived.append(Outcome(seq, tokens, accepted, logprobs, prompts, errors, drafts, verified, seconds))
         self._bell.ring()
+
+    def _draw(self, pending: "_Pending", alive: slice | np.ndarray, masks: dict[int, np.ndarray]) -> Sampled:
+        """The token at each judged position of `alive`, as if all drafts before it were right."""
+        tables, slots = self.tables, pending.slots[alive]
+        assert pending.logits is not None
+        logits = pending.logits if isinstance(alive, slice) else pending.logits[torch.from_numpy(alive)]
+        if not masks and tables.greedy[slots].all():
+            return self.sampler.greedy(logits)
+        rows = [
+            SampleRow(
+                s,
+                tables.sampling[s],
+                int(tables.prompt_len[s]),
+                tables.tokens[s, :end],
+                masks[s][place] if s in masks else None,
+            )
+            for s, end, place in zip(slots.tolist(), pending.ends[alive].tolist(), pending.places[alive].tolist(), strict=True)
+        ]
+        return self.sampler.sample(logits, rows)
+
+    def _propose(self, slots: list[int]) -> dict[int, tuple[int, ...]]:
+        """Makes the next drafts of these slots; returns those of slots with a grammar, whose masks need them."""
+        tables = self.tables
+        self.proposer.propose(slots)
+        return {s: tuple(tables.drafts[s, : tables.drafted[s]].tolist()) for s in slots if tables.bound[s]}
 
 
 class _PageArrays(NamedTuple):
@@ -272,12 +295,22 @@ class _PageArrays(NamedTuple):
 
 
 class _Pending:
-    """A step between its forward and its sampling."""
+    """A step between its forward and its sampling. The judged positions of a row are adjacent, and rows stand in order."""
 
-    def __init__(self, batch: Batch, start: int):
+    def __init__(self, batch: Batch, rows: PlacedRows, step: PagedStep, start: int):
         self.batch = batch
-        self.judged = batch.judged
+        self.rows = rows
+        self.step = step
         self.start = start  # monotonic nanoseconds
+        self.judged = np.flatnonzero(rows.sampled)
+        counts = rows.sampled[self.judged]
+        self.row_of = np.repeat(np.arange(len(counts)), counts)  # of each judged position: its row of the outcome ...
+        self.places = np.arange(len(self.row_of)) - (np.cumsum(counts) - counts)[self.row_of]  # ... and its column there
+        self.slots = batch.slots[self.judged][self.row_of]
+        self.firsts = (rows.starts + rows.counts - rows.sampled + 1)[self.judged]  # where each row's first token will stand
+        self.ends = self.firsts[self.row_of] + self.places  # tokens that each judged position has before it
+        last = (np.cumsum(rows.counts) - rows.sampled)[self.judged]
+        self.tokens_at = (last[self.row_of] + self.places).astype(np.int64)  # their places among the step's tokens
         self.logits: Tensor | None = None
         self.prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = {}
 

@@ -18,6 +18,7 @@ from slipstream.ops.cpu.gated_delta import gated_delta
 from slipstream.ops.cpu.latent import latent_attention
 from slipstream.ops.cpu.mamba2 import mamba2
 from slipstream.ops.cpu.paged import PagedStep, padded_rows, paged_attention
+from slipstream.ops.cpu.rewind import by_token
 from slipstream.ops.interface import Step
 from slipstream.ops.layers import Activation, Attention, Experts, Gate, GatedDelta, LatentAttention, Mamba2
 from slipstream.shard import Shard
@@ -174,13 +175,13 @@ class PlainOps:
     def gated_delta(self, x: Tensor, spec: GatedDelta, step: PagedStep) -> Tensor:
         if not spec.heads.num_q_heads:
             return x
-        out, gate = gated_delta(x, spec, step)
+        out, gate = by_token(gated_delta, x, spec, spec.cache, step)
         return self.norm(out, spec.norm, step).float().mul_(F.silu(gate.float())).to(self.dtype).flatten(1)
 
     def mamba2(self, x: Tensor, spec: Mamba2, step: PagedStep) -> Tensor:
         if not spec.num_heads:
             return x
-        out, gate = mamba2(x, spec, step)
+        out, gate = by_token(mamba2, x, spec, spec.cache, step)
         gate = F.silu(gate.float())
         if spec.norm is None:
             return out.mul_(gate).to(self.dtype)

@@ -11,6 +11,7 @@ never made. In a layer with a window, a longer row attends under a mask to the p
 
 import functools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,9 @@ class PagedStep:
     rows: list[tuple[int, int, int]]  # (slot, first, last): tokens [first, last) of the step are the slot's
     caches: list[tuple[Tensor, ...]]  # by layer: pages, or the arrays [slots + 1, ...] of its state
     tables: list[TableRows]
+    verifies: int = 0  # the first rows are this many that verify drafts, if one of them has any
+    kept: list[Any] = field(default_factory=list[Any])  # `rewind.Kept` of recurrent layers
+    parts: list[tuple[Tensor, "PagedStep"]] = field(default_factory=list[tuple[Tensor, "PagedStep"]])  # of `rewind.by_token`
     rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by id of the rotary table
 
     @functools.cached_property
@@ -99,10 +103,12 @@ def build_step(
     caches: list[tuple[Tensor, ...]],
     dtype: torch.dtype,
     page_size: int,
+    decodes: int = 0,
 ) -> PagedStep:
     """The layout of a step: rows as in `log.batch.Batch`, `ids` their tokens in a row.
 
-    `page_tables` [tables, slots, columns], each with its window, or 0.
+    `page_tables` [tables, slots, columns], each with its window, or 0. `decodes`: the first rows are this many decode rows;
+    those of several tokens verify drafts.
     """
     of_row = np.repeat(np.arange(len(slots)), counts)
     ends = np.cumsum(counts)
@@ -119,6 +125,7 @@ def build_step(
             _table_rows(slots, starts, counts, firsts, of_slot, positions, table, window, dtype, page_size)
             for table, window in zip(page_tables, windows, strict=True)
         ],
+        verifies=decodes if (counts[:decodes] > 1).any() else 0,
     )
 
 

@@ -43,6 +43,10 @@ class Sink(Protocol):
         """One more committed token; `now` is time.monotonic()."""
         ...
 
+    def drafted(self, verified: int, accepted: int) -> None:
+        """A row of the request had so many drafts, and so many of them are among the tokens that come next."""
+        ...
+
     def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None: ...
 
     def finish(self, reason: str) -> None:
@@ -221,6 +225,8 @@ class Engine:
     def _tokens(self, m: Tokens, now: float, told: dict[int, Sink]) -> None:
         ids, tokens = array("q", m.ids), array("i", m.tokens)
         live, logprobs = self._live, m.logprobs
+        for id, (verified, accepted) in (m.drafts or {}).items():
+            self._tell(id, told, "drafted", verified, accepted)
         for i, id in enumerate(ids):
             sink = live.get(id)
             if sink is None:

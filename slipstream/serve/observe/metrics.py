@@ -49,6 +49,7 @@ REASONS = ("stop", "length", "abort", "error")
 ORDERS = ("no_overlap", "overlap", "late_sample")
 PHASES = ("plan", "publish", "launch", "settle")
 COPIES = ("offload", "restore")
+DRAFTS = ("rows", "drafts", "accepted")
 
 
 class Histogram:
@@ -98,6 +99,8 @@ class Metrics(Collector):
         self.host_seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.eager_steps: dict[str, int] = {}
         self.pages_copied: dict[str, int] = dict.fromkeys(COPIES, 0)
+        self.drafts: dict[str, int] = dict.fromkeys(DRAFTS, 0)
+        self.drafts_accepted_at: dict[int, int] = {}
         self.restarts: dict[str, int] = {}  # by group; each front end hears of all of them, so not summed
         self.poisonings: dict[str, int] = {}
         self.prefix_queries = self.prefix_hits = self.preemptions = 0
@@ -131,6 +134,8 @@ class Metrics(Collector):
         _add(self.steps, load.steps, before.steps if before else {})
         _add(self.host_seconds, load.host_seconds, before.host_seconds if before else {})
         _add(self.eager_steps, load.eager_steps, before.eager_steps if before else {})
+        _add(self.drafts, load.drafts, before.drafts if before else {})
+        _add(self.drafts_accepted_at, load.drafts_accepted_at, before.drafts_accepted_at if before else {})
         _add(self.pages_copied, load.pages_copied, before.pages_copied if before else {})
         self.prefix_queries += load.prefix_queries - (before.prefix_queries if before else 0)
         self.prefix_hits += load.prefix_hits - (before.prefix_hits if before else 0)
@@ -165,6 +170,15 @@ class Metrics(Collector):
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.prefix_queries)
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.prefix_hits)
         yield self._counter("num_preemptions", "Preemptions.", self.preemptions)
+        yield self._counter("spec_decode_num_drafts", "Rows that verified drafts.", self.drafts["rows"])
+        yield self._counter("spec_decode_num_draft_tokens", "Drafts verified.", self.drafts["drafts"])
+        yield self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.", self.drafts["accepted"])
+        yield self._counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts accepted, by position in their row.",
+            "position",
+            {str(position): count for position, count in self.drafts_accepted_at.items()},
+        )
         yield self._counters("kv_pages_copied", "Pages of preempted requests, to the host and back.", "copy", self.pages_copied)
         yield self._counters("group_restarts", "Starts of a group after its first.", "group", self.restarts)
         yield self._counters("groups_poisoned", "Groups that were ended because of a fault.", "group", self.poisonings)

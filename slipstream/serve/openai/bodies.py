@@ -13,6 +13,7 @@ from msgspec import Meta
 from slipstream.serve.ignored import Absent, Ignored
 
 MAX_LOGPROBS = 20
+MAX_DRAFTS = 8
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_PROMPTS = 2048
@@ -81,6 +82,7 @@ class Generate(Ignored, kw_only=True):
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: Annotated[str, Meta(min_length=1)] | None = None  # SGLang's: `structured_outputs.regex`
+    speculative_tokens: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] | None = None  # drafts a step at most, of the server's
 
 
 class CompletionBody(Generate, kw_only=True):
@@ -230,6 +232,17 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function_call: None = None
 
 
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """Text that the answer may consist of: a source of drafts. It changes no token."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(Generate, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -245,11 +258,11 @@ class ChatBody(Generate, kw_only=True):
     parallel_tool_calls: bool | None = None
     verbosity: Verbosity | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    prediction: Prediction | None = None
     # OpenAI's features that are not supported
     audio: None = None
     functions: Absent = None
     function_call: None = None
-    prediction: None = None
     web_search_options: None = None
 
 

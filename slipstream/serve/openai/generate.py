@@ -71,9 +71,11 @@ def requests_of(front: Front, plan: GenerationParams, prompts: list[Prompt]) -> 
     if count > most:
         what, param = (f"n: {plan.n} choices", "n") if plan.n > 1 else (f"prompt: {count} prompts", "prompt")
         raise BadRequest(f"{what} make {count} requests, and at most {most} (--max-queue) can wait; send fewer together", param)
-    replace, grammar, out = msgspec.structs.replace, plan.grammar, []
+    replace, limits, out = msgspec.structs.replace, front.engine.limits, []
+    prediction = plan.prediction[: 4 * limits.max_len] if limits is not None else b""
+    ours = (plan.priority, plan.salt, plan.grammar, plan.most_drafts, prediction)
     for prompt in prompts:
-        one = Request(0, prompt.ids.tobytes(), prompt.max_tokens, plan.sampling, plan.priority, plan.salt, grammar)
+        one = Request(0, prompt.ids.tobytes(), prompt.max_tokens, plan.sampling, *ours)
         one = _scored(one) if plan.discard else one
         for k in range(plan.n):  # the choices share what is large: prompt, bias and grammar
             choice = replace(one, id=front.engine.next_id(), sampling=replace(one.sampling, choice=k))

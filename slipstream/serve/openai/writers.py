@@ -61,8 +61,15 @@ def usage(answers: Sequence[Choice], n: int) -> dict:
         "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in firsts)},
     }
     reading = answers[0].plan.reading if answers else None
+    details: dict[str, int] = {}
     if reading is not None and reading.thinking != "none":
-        out["completion_tokens_details"] = {"reasoning_tokens": sum(a.reasoning_tokens for a in answers)}
+        details["reasoning_tokens"] = sum(a.reasoning_tokens for a in answers)
+    verified = sum(a.drafts_verified for a in answers)
+    if verified or (answers and answers[0].plan.prediction):
+        accepted = sum(a.drafts_accepted for a in answers)
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": verified - accepted}
+    if details:
+        out["completion_tokens_details"] = details
     return out
 
 

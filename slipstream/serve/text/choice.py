@@ -62,6 +62,7 @@ class Choice:
         self.request = request
         self.plan = plan
         self.cached_tokens = 0
+        self.drafts_verified = self.drafts_accepted = 0
         self.admitted = False
         self.ids: list[int] = []
         self.finish_reason: str | None = None
@@ -100,6 +101,10 @@ class Choice:
             self.cached_tokens = cached_tokens
             self.times.begun = time.monotonic()
             self._metrics.prompt(len(self.prompt.ids))
+
+    def drafted(self, verified: int, accepted: int) -> None:
+        self.drafts_verified += verified
+        self.drafts_accepted += accepted
 
     def prompt_logprobs(self, start: int, rows: list[TokenLogprobs]) -> None:
         if not self.prompt_rows:

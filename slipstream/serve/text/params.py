@@ -1,6 +1,7 @@
 """From a body's fields to sampling parameters and the answer's constraints. Raises before anything runs."""
 
 import secrets
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -44,6 +45,8 @@ class GenerationParams:
     salt: bytes = b""
     structure: Structure | None = None  # the grammar that binds the answer
     reading: Reading | None = None  # set if the answer may hold reasoning or tool calls
+    most_drafts: int = -1  # for `Request.most_drafts`
+    prediction: bytes = b""  # for `Request.prediction`, not yet cut to the model's length
 
     @property
     def grammar(self) -> bytes:
@@ -116,7 +119,15 @@ def make_plan(
         salt=(body.cache_salt or "").encode(),
         structure=structure,
         reading=reading,
+        most_drafts=-1 if body.speculative_tokens is None else body.speculative_tokens,
+        prediction=_prediction(body, tokenizer),
     )
+
+
+def _prediction(body: ChatBody | CompletionBody, tokenizer: Tokenizer) -> bytes:
+    if not isinstance(body, ChatBody) or body.prediction is None:
+        return b""
+    return array("i", tokenizer.encode(body.prediction.text, add_special_tokens=False)).tobytes()
 
 
 def _stop_names(stops: tuple[str, ...], hidden: Iterable[int], tokenizer: Tokenizer) -> dict[int, str]:

@@ -149,3 +149,13 @@ def test_what_cannot_be_measured_is_said_before_it_is_tried(capsys):
     assert bench("closed", "--base-url", "http://127.0.0.1:1") == 1
     assert "cannot connect" in capsys.readouterr().err
     assert bench("parity", "--concurrency", "4") == 2
+
+
+def test_copy_measures_with_and_without_drafts(tmp_path):
+    out = tmp_path / "r.json"
+    with FakeServer() as server:
+        assert bench("copy", "--base-url", server.url, "--rounds", "1", *SMALL, "--json", str(out)) == 0
+        asked = [b for b in server.bodies if b.get("stream")]
+    assert [b.get("speculative_tokens", "all") for b in asked] == [0, "all"] * 4
+    figures = json.loads(out.read_text())["figures"]
+    assert figures["copy_ratio"] > 0 and figures["story_ratio"] > 0 and figures["answers_changed"] == 0
