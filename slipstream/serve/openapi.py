@@ -31,6 +31,7 @@ Operations = Mapping[tuple[str, str], Operation]  # by (method, path)
 
 _TEXT = {"type": "string"}
 _SECONDS = {"type": "number", "exclusiveMinimum": 0, "maximum": 600}
+_RESUME = {"stream": {"type": "boolean"}, "starting_after": {"type": "integer", "minimum": 0}}
 _PAGE = {
     "after": _TEXT,
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},
@@ -41,7 +42,7 @@ OPERATIONS: Operations = {
     ("post", "/v1/completions"): Operation("Continue texts or token ids", CompletionBody, answers=(JSON, EVENTS)),
     ("post", "/v1/responses"): Operation("Answer, in the form of OpenAI's responses", ResponsesBody, answers=(JSON, EVENTS)),
     ("post", "/v1/responses/input_tokens"): Operation("Tokens of a response's input", InputTokensBody),
-    ("get", "/v1/responses/{id}"): Operation("A stored response", query={"stream": {"enum": [False]}}),
+    ("get", "/v1/responses/{id}"): Operation("A stored response", query=_RESUME, answers=(JSON, EVENTS)),
     ("delete", "/v1/responses/{id}"): Operation("Delete a stored response"),
     ("post", "/v1/responses/{id}/cancel"): Operation("Cancel a background response"),
     ("get", "/v1/responses/{id}/input_items"): Operation("The items of a stored response's input", query=_PAGE),
