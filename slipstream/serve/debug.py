@@ -1,6 +1,7 @@
 """The routes of --enable-debug: where each rank stands, and the ranks' last seconds as a trace that Perfetto opens."""
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from starlette.requests import Request as HttpRequest
@@ -8,11 +9,14 @@ from starlette.responses import Response
 
 from slipstream.errors import BadRequest
 from slipstream.process.board import PHASE_ID, PHASES, Board
+from slipstream.serve.delivery import LongResponse
+from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.front import Front
 from slipstream.serve.info import as_json
-from slipstream.serve.text.prompts import prepare
+from slipstream.serve.openai.writers import HOLE, encode, filled, listed
 
 MAX_SECONDS = 600.0
+TOGETHER = 256  # events written at a time, which takes about 1 ms
 LOOP, DEVICE = 1, 2  # thread ids in the trace
 
 
@@ -52,24 +56,30 @@ async def timeline(http: HttpRequest) -> Response:
     if not 0 < seconds <= MAX_SECONDS:
         raise BadRequest(f"seconds: a number above 0 and at most {MAX_SECONDS:.0f}", "seconds")
     board = front.board
-    events = await prepare(None, lambda: trace(board, seconds)) if board else []
-    return as_json({"traceEvents": events, "displayTimeUnit": "ms"})
+    some = trace(board, seconds) if board else iter(())
+    pieces = filled({"traceEvents": HOLE, "displayTimeUnit": "ms"}, [listed([encode(events)[1:-1]] for events in some)])
+    return LongResponse(await run_sliced(pieces))
 
 
-def trace(board: Board, seconds: float) -> list[dict]:
-    """Complete ("X") events in microseconds of the monotonic clock, preceded by the names of processes and threads."""
-    out: list[dict] = []
+def trace(board: Board, seconds: float) -> Iterator[list[dict]]:
+    """Complete ("X") events in microseconds of the monotonic clock, preceded by the names of processes and threads.
+
+    They come in short lists, none of which is empty: all ranks' last minutes may be 100,000 events.
+    """
     for block in range(board.blocks):
         state = board.state(block)
         spans = board.spans(block, seconds)
         if not state.pid and not len(spans):
             continue
         meta = {"ph": "M", "pid": block, "ts": 0}
-        out.append({**meta, "tid": 0, "name": "process_name", "args": {"name": f"group {state.group} rank {state.rank}"}})
-        out.append({**meta, "tid": LOOP, "name": "thread_name", "args": {"name": "loop"}})
-        out.append({**meta, "tid": DEVICE, "name": "thread_name", "args": {"name": "device"}})
-        out.extend(_events(block, spans))
-    return out
+        yield [
+            {**meta, "tid": 0, "name": "process_name", "args": {"name": f"group {state.group} rank {state.rank}"}},
+            {**meta, "tid": LOOP, "name": "thread_name", "args": {"name": "loop"}},
+            {**meta, "tid": DEVICE, "name": "thread_name", "args": {"name": "device"}},
+        ]
+        for at in range(0, len(spans), TOGETHER):
+            if events := _events(block, spans[at : at + TOGETHER]):
+                yield events
 
 
 def _events(block: int, spans: np.ndarray) -> list[dict]:

@@ -1,15 +1,23 @@
 """Whatever a client sends or asks for, the loop of the front end goes on: others' streams and /health do not wait for it."""
 
+import asyncio
 import asyncio.events
+import base64
 import gc
 import json
 import pathlib
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream import config
+from slipstream.components.speech import RATE
+from slipstream.process.board import PHASE_ID, RING_SPANS, Board
+from slipstream.serve.audio.chat import _whole
 from slipstream.serve.prepare_worker import Setup
 from slipstream.serve.preparing import LargeBodies
 from slipstream.tokenize.placeholder import PlaceholderTokenizer
@@ -29,7 +37,7 @@ class Roomy(Running):
     """A front end that prepares large bodies as in production, before a model of a hundred thousand tokens."""
 
     def __init__(self):
-        super().__init__(max_len=100_000, pages=1 << 20, attach=False)
+        super().__init__(max_len=100_000, pages=1 << 20, attach=False, enable_debug=True)
         engine = config.EngineConfig(model="fake", device="sim")
         self.tokenizer = PlaceholderTokenizer.of_model(pathlib.Path(TINY))
         self.call(self.front.set_tokenizer, self.tokenizer)
@@ -158,3 +166,49 @@ def test_no_request_holds_the_loop(roomy, longest, name):
         assert answer.status_code < 500
         assert other.count > before and roomy.client.get("/health").status_code == 200
     assert longest() < HELD_SECONDS, f"{name}: {len(data)} bytes held the loop for {longest() * 1e3:.0f} ms"
+
+
+def full_board() -> Board:
+    """Of eight ranks, whose rings of spans are full."""
+    board = Board.create(8)
+    now = time.monotonic_ns()
+    for rank in range(8):
+        pen = board.writer(rank)
+        pen.set("pid", 100 + rank)
+        for i in range(RING_SPANS):
+            pen.span(PHASE_ID["plan"], now + i, now + i + 1, i)
+            pen.device_span(now + i, now + i + 1, i, 2)
+    return board
+
+
+def test_the_timeline_does_not_hold_the_loop(roomy, longest, monkeypatch):
+    monkeypatch.setattr(roomy.front, "board", full_board())
+    answer = roomy.client.get("/debug/timeline?seconds=600")
+    assert len(answer.json()["traceEvents"]) == 8 * (3 + 2 * RING_SPANS)
+    assert longest() < HELD_SECONDS, f"held the loop for {longest() * 1e3:.0f} ms"
+
+
+def test_minutes_of_spoken_answer_do_not_hold_the_loop(roomy, longest):
+    samples = [np.arange(RATE * 60, dtype=np.int16)] * 4
+
+    class Spoken:
+        gone = False
+
+        async def __aenter__(self): ...
+
+        async def __aexit__(self, *_): ...
+
+        @property
+        async def run(self):
+            for piece in samples:
+                yield SimpleNamespace(port="audio", value=piece)
+
+    async def answer():
+        call: Any = Spoken()
+        sent = b"".join((await _whole(call, {"id": "chatcmpl-1"}, "pcm16"))._pieces)  # type: ignore[attr-defined]
+        return sent
+
+    sent = asyncio.run_coroutine_threadsafe(answer(), roomy.loop).result(60)
+    held = longest()
+    sound = base64.b64decode(json.loads(sent)["choices"][0]["message"]["audio"]["data"])
+    assert sound == np.concatenate(samples).tobytes() and held < HELD_SECONDS, f"held the loop for {held * 1e3:.0f} ms"

@@ -5,7 +5,7 @@ A conversation without speech takes the plain route, unchanged.
 
 import base64
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,15 +18,19 @@ from slipstream.components.speech import RATE, VOICES
 from slipstream.errors import BadRequest
 from slipstream.serve.audio.audio import HEARD_RATE, Events, audio_file, composite_of, in_decoder, in_thread
 from slipstream.serve.audio.speech import check_voice
+from slipstream.serve.delivery import LongResponse
 from slipstream.serve.engine.composite import Call, Composite
+from slipstream.serve.engine.exclusive import run_sliced
 from slipstream.serve.front import Front
 from slipstream.serve.openai.bodies import ChatBody, Message, RefusalPart, TextPart
 from slipstream.serve.openai.generate import answer_chat
+from slipstream.serve.openai.writers import HOLE, filled
 from slipstream.serve.request_body import read
 from slipstream.serve.text.params import make_plan
 
 MAX_AUDIO_PARTS = 8
 _EXPIRES = 3600
+_PIECE_BYTES = 3 << 15  # of sound in a piece of JSON; a multiple of three, so that the pieces' base64 is that of the whole
 
 
 class InputAudio(msgspec.Struct, forbid_unknown_fields=True):
@@ -236,13 +240,23 @@ async def _whole(call: Call, head: dict, shape: str) -> Response:
     if call.gone:
         return Response(status_code=499)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    fillings = []
     if shape:
         samples = np.concatenate(sound) if sound else np.zeros(0, np.int16)
         data = await in_thread(audio_file.encode, samples, RATE, "pcm" if shape == "pcm16" else shape)
+        fillings.append(_quoted(data))
         id = "audio-" + head["id"].removeprefix("chatcmpl-")
         expires = int(time.time()) + _EXPIRES
         message |= {"content": None}
-        message["audio"] = {"id": id, "data": base64.b64encode(data).decode(), "expires_at": expires, "transcript": text}
+        message["audio"] = {"id": id, "data": HOLE, "expires_at": expires, "transcript": text}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish["reason"]}
     body = {**head, "object": "chat.completion", "choices": [choice], "usage": finish["usage"]}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return LongResponse(await run_sliced(filled(body, fillings)))
+
+
+def _quoted(data: bytes) -> Iterator[bytes]:
+    """The bytes in base64 as a JSON string, in pieces: minutes of sound are megabytes."""
+    yield b'"'
+    for at in range(0, len(data), _PIECE_BYTES):
+        yield base64.b64encode(data[at : at + _PIECE_BYTES])
+    yield b'"'
