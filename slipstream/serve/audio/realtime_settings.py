@@ -121,7 +121,11 @@ class Settings:
 
     def _input(self, hears: dict[str, Any], param: str) -> "Settings":
         new = self
-        only(hears, "format transcription turn_detection", param)
+        only(hears, "format transcription turn_detection noise_reduction", param)
+        where = f"{param}.noise_reduction"  # not done here; it changes what the server hears, and no event
+        kind = only(as_dict(hears.get("noise_reduction"), where), "type", where).get("type")
+        if kind not in (None, "near_field", "far_field"):
+            raise BadRequest(f"{where}.type: must be near_field or far_field", f"{where}.type")
         if hears.get("format") is not None:
             new = dataclasses.replace(new, hears_as=_format(hears["format"], f"{param}.format"))
         if hears.get("transcription") is not None:
@@ -153,7 +157,7 @@ class Settings:
         given = as_dict(given, param)
         answers, interrupts = given.get("create_response", True), given.get("interrupt_response", True)
         new = dataclasses.replace(self, answers=bool(answers), interrupts=bool(interrupts))
-        kind, flags = given.get("type", "server_vad"), "type create_response interrupt_response"
+        kind, flags = given.get("type", "server_vad"), "type create_response interrupt_response model_version"
         if kind == "semantic_vad":
             only(given, f"{flags} eagerness", param)
             eagerness = given.get("eagerness") or "auto"

@@ -75,7 +75,7 @@ def test_settings_are_taken_and_told_back():
         ),
         ({"audio": {"input": {"turn_detection": {"threshold": 7}}}}, "session.audio.input.turn_detection.threshold"),
         ({"audio": {"input": {"turn_detection": {"eagerness": "low"}}}}, "session.audio.input.turn_detection.eagerness"),
-        ({"audio": {"input": {"noise_reduction": {"type": "near_field"}}}}, "session.audio.input.noise_reduction"),
+        ({"audio": {"input": {"noise_reduction": {"strength": 5}}}}, "session.audio.input.noise_reduction.strength"),
         ({"audio": {"input": {"transcription": {"language": "fr"}}}}, "session.audio.input.transcription.language"),
         ({"temperature": 0.7}, "session.temperature"),
         ({"voice": "heart"}, "session.voice"),
@@ -202,6 +202,19 @@ def test_a_session_takes_what_agents_send_and_tells_it_back():
     assert body["tools"] == [{"type": "function", "function": {k: v for k, v in WEATHER.items() if k != "type"}}]
     assert body["tool_choice"] == {"type": "function", "function": {"name": "weather"}} and not body["parallel_tool_calls"]
     assert "tools" not in Settings().body() and Settings().for_response({"tools": [WEATHER], "tool_choice": "none"}).tools
+
+
+def test_settings_of_agents_without_effect_here_do_not_cost_a_session_its_instructions():
+    """What openai-agents writes for input_audio_noise_reduction and for a version of the turn detection."""
+    for kind in ("server_vad", "semantic_vad"):
+        detection = {"type": kind, "model_version": "default"}
+        hears = {"noise_reduction": {"type": "near_field"}, "turn_detection": detection}
+        new = Settings("voice").updated({"instructions": "Be brief.", "audio": {"input": hears}})
+        assert new.instructions == "Be brief." and new.turns is not None
+    assert Settings("voice").updated({"audio": {"input": {"noise_reduction": None}}}) is not None
+    for wrong in ({"type": "other"}, {"strength": 5}, "near_field"):
+        with pytest.raises(BadRequest, match="noise_reduction"):
+            Settings("voice").updated({"audio": {"input": {"noise_reduction": wrong}}})
 
 
 def test_a_transcription_session_gives_no_answers():
