@@ -84,7 +84,7 @@ class FakeServer:
             self._json(writer, 404, {"error": {"message": "no such route"}})
             return True
         self.bodies.append(body)
-        if any(t >= VOCAB for t in body["prompt"]):
+        if any(t >= VOCAB for t in body["prompt"] if isinstance(t, int)):
             self._json(writer, 400, {"error": {"message": "token id out of range", "param": "prompt"}})
             return True
         if body.get("stream"):

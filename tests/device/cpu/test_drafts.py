@@ -50,7 +50,7 @@ class Scripted:
         tables = self.tables
         for slot in slots:
             n = int(tables.prompt_len[slot])
-            answer = self.answers[tables.tokens[slot, :n].tobytes()]
+            answer = self.answers.get(tables.tokens[slot, :n].tobytes(), [])
             at = int(tables.length[slot]) - n
             drafts = np.array([*answer[at:], *[1] * DRAFTS], np.int32)[:DRAFTS]
             drafts[self.wrong : self.wrong + 1] = (drafts[self.wrong : self.wrong + 1] + 1) % 256
@@ -138,6 +138,39 @@ def test_ff40_recurrent_state_goes_back_by_each_requests_own_count(make):
             assert not pages or led.leader.planner.counters.preemptions
 
 
+class Alternating:
+    """Widths that change from step to step, as `--speculative-tokens auto` may choose them."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def choose(self, rows: int) -> int:
+        self.steps += 1
+        return (1 + DRAFTS, 1, 1, 2)[self.steps % 4]
+
+    def observe(self, rows: int, width: int, tokens: int, seconds: float) -> None:
+        """The widths are given."""
+
+
+def test_ff41_states_saved_between_rows_with_drafts_are_those_of_their_boundaries():
+    """A row of one token may follow a row whose drafts are in flight: its place is not known, so its state is not saved."""
+
+    def turns(led: Led) -> dict[int, Answered]:
+        first = led.run(REQUESTS)
+        longer = [r.prompt + np.array([*first[r.id].tokens, 5], "<i4").tobytes() for r in REQUESTS]
+        return led.run([Request(20 + i, prompt, 4, PARAMS[0]) for i, prompt in enumerate(longer)])
+
+    with group(0, make=tiny_qwen3_5) as g:
+        g.limits = g.limits._replace(caching=False)
+        plain = turns(Led(g, False))
+    with group(DRAFTS, make=tiny_qwen3_5, snapshots=20) as g:
+        g.ranks[0].proposer = Scripted(g.ranks[0].tables, {r.prompt: plain[r.id].tokens for r in REQUESTS}, 2)
+        led = Led(g, True)
+        led.leader.planner.auto = Alternating()
+        same(turns(led), plain)
+        assert led.leader.planner.counters.prefix_hits
+
+
 class EveryThird:
     """A matcher after whose n-th token only ids that leave n % 3 when divided by 3 may follow."""
 
@@ -189,9 +222,10 @@ class Constant:
         self.tables.drafts[slots], self.tables.drafted[slots] = self.draft, 1
 
 
-def test_ff44_sampling_keeps_its_distribution_with_drafts():
-    """Chi-square of 20,000 draws over 50 tokens, each with a draft that is often right, against the model's probabilities."""
-    slots, rounds, vocab = 500, 40, 50
+@pytest.mark.parametrize("rounds", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_ff44_sampling_keeps_its_distribution_with_drafts(rounds):
+    """Chi-square of 3,000 (slow: 20,000) draws over 50 tokens, each with a draft that is often right."""
+    slots, vocab = 500, 50
     model = tiny_llama(vocab_size=vocab, num_hidden_layers=1)
     prompt, sampling = [7, 8, 9], SamplingParams(temperature=1.0)
     with Group(model, slots=slots, max_len=16, width=2) as g:
@@ -210,12 +244,12 @@ def test_ff44_sampling_keeps_its_distribution_with_drafts():
                 for i in range(slots)
             ]
             np.add.at(counts, [a.tokens[1] for a in Led(g, True).run(several).values()], 1)
-    assert counts.sum() == slots * rounds == 20_000
+    assert counts.sum() == slots * rounds
     expected = share * counts.sum()
     likely = expected >= 5
     chi_square = (((counts - expected) ** 2) / expected)[likely].sum()
     assert chi_square < 95, "the 0.9999 quantile with 49 degrees of freedom"
-    assert counts[share.argmax()] > 1000, "few drafts were right"
+    assert counts[share.argmax()] > counts.sum() / 20, "few drafts were right"
 
 
 def test_a_look_up_finds_the_longest_and_latest_match():
