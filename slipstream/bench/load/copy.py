@@ -1,8 +1,8 @@
 """`slipstream bench copy`: tokens per second of one stream with and without drafts.
 
-Two texts: a document to be copied with a small change, whose tokens stand in the prompt already, and a story, which repeats
-little. The requests without drafts ask for none (`speculative_tokens`), so one server serves both; they take turns, so a busy
-machine disturbs both.
+Two texts: a document to be copied with a small change, whose tokens stand in the prompt already, and a story, which is drawn at
+random so that it repeats little. The requests without drafts ask for none (`speculative_tokens`), so one server serves both.
+They take turns, so a busy machine disturbs both.
 """
 
 import argparse
@@ -52,14 +52,15 @@ def run(args: argparse.Namespace) -> int:
 
 async def _measure(target: Target, prompts: dict[str, str], length: int, rounds: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
+    drawn: dict[str, dict[str, Any]] = {"copy": {"temperature": 0}, "story": {"temperature": 1, "seed": 1}}
     changed = 0
     async with Client(target.base_url, target.key, target.timeout) as client:
         for name, prompt in prompts.items():
             speeds: tuple[list[float], list[float]] = ([], [])
             with report.progress(name, rounds + 1) as bar:
                 for k in range(rounds + 1):
-                    without, plain = await _one(client, target.model, prompt, length, {"speculative_tokens": 0})
-                    with_drafts, text = await _one(client, target.model, prompt, length, {})
+                    without, plain = await _one(client, target.model, prompt, length, {"speculative_tokens": 0, **drawn[name]})
+                    with_drafts, text = await _one(client, target.model, prompt, length, drawn[name])
                     changed += text != plain
                     if k:  # the first round warms up
                         speeds[0].append(without)
@@ -74,7 +75,7 @@ async def _measure(target: Target, prompts: dict[str, str], length: int, rounds:
 
 async def _one(client: Client, model: str, prompt: str, length: int, more: dict[str, Any]) -> tuple[float, str]:
     """Tokens per second after the first token, and the answer."""
-    body = {"model": model, "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": length, "ignore_eos": True, "stream": True}
     first, last, text, tokens = 0.0, 0.0, "", 0
     async for at, event in client.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}, **more}):
         if event.choices:

@@ -205,6 +205,37 @@ def test_a_grammar_masks_each_position_of_its_drafts(asynchronous, wrong):
     assert sum(batch.decodes for batch in led.batches) < 0.9 * sum(len(a.tokens) for a in plain.values())
 
 
+class Ending(EveryThird):
+    """A matcher that allows nothing after six tokens."""
+
+    def mask(self) -> np.ndarray:
+        return super().mask() * (self.n < 6)
+
+    def copy(self) -> "Ending":
+        return Ending(self.n)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_dead_end_behind_right_drafts_ends_the_request_where_it_would_without(asynchronous):
+    bound = [msgspec.structs.replace(REQUESTS[0], grammar=b"x"), REQUESTS[1]]
+    with group(0) as g:
+        plain = Led(g, False, make=lambda _: Ending()).run(bound)
+    assert len(plain[0].tokens) == 6 and plain[0].reason == "error"
+    with scripted(group(DRAFTS), plain, DRAFTS, bound) as g:
+        same(Led(g, asynchronous, make=lambda _: Ending()).run(bound), plain)
+
+
+def test_ff46_drafts_stop_at_the_models_length():
+    """The answer ends with the last token that the slot has room for, in the middle of a row's drafts."""
+    long = [msgspec.structs.replace(REQUESTS[i], max_tokens=128 - len(PROMPTS[i])) for i in (0, 2)]
+    with group(0) as g:
+        plain = Led(g, False).run(long)
+    assert [len(a.tokens) + len(PROMPTS[i]) for i, a in plain.items()] == [128, 128]
+    for wrong in (DRAFTS, 1):
+        with scripted(group(DRAFTS), plain, wrong, long) as g:
+            same(Led(g, True).run(long), plain)
+
+
 def test_a_request_may_have_fewer_drafts_or_none(expected):
     few = [msgspec.structs.replace(r, most_drafts=k) for r, k in zip(REQUESTS, (0, 1, 2, 3, 8, 0), strict=True)]
     with group(DRAFTS) as g:
