@@ -31,6 +31,8 @@ HELD_SECONDS = (
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
+# shared by all scripts: a collection of the test's process, which the loop waits for, walks each list
+STREAM, ANSWER = [7] * 100_000, [7, 8, 9, 10] * 25_000
 
 
 class Roomy(Running):
@@ -47,8 +49,8 @@ class Roomy(Running):
 
     def script_for(self, request):
         if request.max_tokens > 100_000 - 100:
-            return Script([7] * 100_000, per_step=1)  # the other's stream
-        return Script([7, 8, 9, 10] * 25_000, per_step=1 if request.max_tokens <= 100 else 50)
+            return Script(STREAM, per_step=1)  # the other's stream
+        return Script(ANSWER, per_step=1 if request.max_tokens <= 100 else 50)
 
     def close(self):
         super().close()

@@ -47,17 +47,24 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._waiting.extend(map(self._decode, self._frames.feed(data)))
-        except (BadFrame, msgspec.MsgspecError) as e:
-            self._why = f"the model's process sent bytes that are not a message: {e}"
-            self.close()
+            self._waiting.extend(self._frames.feed(data))
+        except BadFrame as e:
+            self._refuse(e)
             return
         self._handle()
+
+    def _refuse(self, error: Exception) -> None:
+        self._why = f"the model's process sent bytes that are not a message: {error}"
+        self.close()
 
     def _handle(self) -> None:
         """Hands on the messages that have come. Those that do not fit in one turn wait for the next, and so does the leader."""
         if self._waiting:
-            self._on_messages(self._turn())
+            try:
+                self._on_messages(self._turn())
+            except msgspec.MsgspecError as e:
+                self._refuse(e)
+                return
         if self._transport is None:
             return
         if self._waiting:
@@ -69,7 +76,7 @@ class Link(asyncio.Protocol):
     def _turn(self) -> Iterator[Any]:
         end = time.monotonic() + TURN_SECONDS
         while self._waiting:
-            yield self._waiting.popleft()
+            yield self._decode(self._waiting.popleft())  # here, as decoding takes as long as handling
             if time.monotonic() > end:
                 return
 

@@ -111,10 +111,10 @@ async def answer(
     if plan.structure is not None:
         await front.grammars.check(plan.structure)
     generation = Generation(front.engine)
-    answers = [
+    answers = await run_sliced(
         Choice(i, prompt, request, plan, front.tokenizer, front.engine, front.metrics, generation.notify, born)
         for i, (prompt, request) in enumerate(requests_of(front, plan, prompts))
-    ]
+    )
     form = shape(id, int(time.time()), front.model, plan, front.names, answers)
     front.open[generation] = http.scope.get("slipstream.cut")
     if (telemetry := front.telemetry) is not None:
