@@ -25,9 +25,7 @@ from tests.helpers.server import TINY
 from tests.serve.conftest import Running
 from tests.serve.fake import Script, wait_for
 
-HELD_SECONDS = (
-    0.08  # of computing in one callback; 20 ms are meant, and a busy machine's caches double and treble what it takes
-)
+HELD_SECONDS = 0.04  # of computing in one callback; 20 ms are meant, and a busy machine's caches double what it takes
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
