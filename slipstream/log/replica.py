@@ -291,7 +291,7 @@ class Replica(ReplicaState):
             self.sure[judged] += 1
         saves = self._publish_chunks(slots[decodes:], starts[decodes:])
         if self.limits.snapshots and decodes:
-            saves += self._save_decodes(slots[:decodes], starts[:decodes], sampled[:decodes])
+            saves += self._save_decodes(slots[:decodes], starts[:decodes])
         self._slide(slots[decodes:])
         chunks = ((s, self.requests[s]) for s in slots[decodes:].tolist())
         scored = tuple((s, r.id) for s, r in chunks if r.sampling.prompt_logprobs >= 0)
@@ -343,7 +343,7 @@ class Replica(ReplicaState):
             sure = self.sure[slots] + 1
             self.sure[slots] = sure
         self.last_row[slots] = seq
-        saves = self._save_decodes(slots, starts, widths) if self.limits.snapshots else ()
+        saves = self._save_decodes(slots, starts) if self.limits.snapshots else ()
         full = sure >= self.limit[slots]
         if np.count_nonzero(full):
             self.decoding = slots[~full]
@@ -416,7 +416,7 @@ class Replica(ReplicaState):
                     saves.append((slot, snapshot))
         return tuple(saves)
 
-    def _save_decodes(self, slots: np.ndarray, starts: np.ndarray, widths: np.ndarray) -> tuple[tuple[int, int], ...]:
+    def _save_decodes(self, slots: np.ndarray, starts: np.ndarray) -> tuple[tuple[int, int], ...]:
         """Saves the state of rows that compute the last token before a boundary. It is published when that token is committed.
 
         Rows that verify drafts are left out, and rows that follow such a row in flight: the position that they reach is not
@@ -424,7 +424,7 @@ class Replica(ReplicaState):
         """
         ends = starts + 1
         saves: list[tuple[int, int]] = []
-        exact = (widths == 1) & (self.sure[slots] == self.bound[slots])
+        exact = self.sure[slots] == self.bound[slots]
         at = np.flatnonzero(exact & (ends % self.limits.snapshot_tokens == 0))
         for slot, end in zip(slots[at].tolist(), ends[at].tolist(), strict=True):
             if self.cache.snapshots.available and self.limits.caching:

@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant("a state is not cleared for a request that is computed again", "state computed again",
            (Edit(Replica, "_take", "(hit.snapshot or self.phase[slot] == PREEMPTED)", "hit.snapshot"),)),
     Mutant("a state is published before its tokens are committed", "state, drafts and a next turn",
-           (Edit(Replica, "_save_decodes", "(widths == 1) & ", ""),)),
+           (Edit(Replica, "_save_decodes", "self.sure[slots] == self.bound[slots]", "self.sure[slots] > 0"),)),
     Mutant("host pages are not given back", "offload",
            (Edit(Replica, "_give_back_host", "table.free_host.extend(host)", "pass"),)),
     Mutant("a restored request counts wrong drafts as computed", "drafts and offload",
