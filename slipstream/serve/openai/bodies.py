@@ -232,11 +232,16 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     function_call: None = None
 
 
+class PredictedPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
 class Prediction(msgspec.Struct, forbid_unknown_fields=True):
     """Text that the answer may consist of: a source of drafts. It changes no token."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | list[PredictedPart]
 
     @property
     def text(self) -> str:
