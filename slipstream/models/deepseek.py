@@ -164,8 +164,10 @@ class DeepseekV3(Llama):
         c, m, ops, heads = self.config, self.more, self.ops, self.heads.num_q_heads
         key_up, value_up = self.heads_up(prefix, own)
         norm = ops.norm_weight(self._read(prefix + "kv_a_layernorm.weight", (m.latent_dim,)), _LATENT_EPS)
+        rotary = self.rotary[i]
+        assert rotary is not None, "every layer has positions"
         return LatentAttention(
-            i, 0, heads, m.latent_dim, m.nope_dim, m.rope_dim, m.value_dim, c.attention_scale, self.rotary[i], norm,
+            i, 0, heads, m.latent_dim, m.nope_dim, m.rope_dim, m.value_dim, c.attention_scale, rotary, norm,
             ops.tensor(key_up.contiguous()), ops.tensor(value_up.contiguous()),
         )  # fmt: skip
 

@@ -109,8 +109,8 @@ class GraniteHybrid(Llama):
 def layer_kinds(config: dict) -> tuple[str, ...]:
     """Whether each layer has a mixer or attention. Raises ModelError for another kind."""
     count = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * count
-    kinds = tuple(_OLDER_NAMES.get(kind, kind) for kind in kinds)
+    named: list[str] = config.get("layer_types") or config.get("layers_block_type") or [MAMBA] * count
+    kinds = tuple(_OLDER_NAMES.get(kind, kind) for kind in named)
     if len(kinds) != count:
         raise ModelError(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {count}")
     for i, kind in enumerate(kinds):

@@ -30,10 +30,10 @@ def by_token(
     """`mix` of x [T, ...]: results [T, ...]. Rows that verify drafts go by tokens; `step.kept` gets their states."""
     if not step.verifies:
         return mix(x, spec, step)
-    out: tuple[Tensor, ...] = ()
+    out: list[Tensor] = []
     for place, (at, part) in enumerate(_parts(step), -1):
         found = mix(x.index_select(0, at), spec, part)
-        out = out or tuple(f.new_empty(len(x), *f.shape[1:]) for f in found)
+        out = out or [f.new_empty(len(x), *f.shape[1:]) for f in found]
         for whole, f in zip(out, found, strict=True):
             whole.index_copy_(0, at, f)
         if place >= 0:
