@@ -271,7 +271,7 @@ def _check(meta: typing.Mapping[str, typing.Any], value: typing.Any, origin: str
         raise ConfigError(f"{origin}: {value} is not a finite number")
     if meta["form"]:
         pattern, words = meta["form"]
-        for word in value:
+        for word in typing.cast("list[str]", value):
             if not re.fullmatch(pattern, word):
                 raise ConfigError(f"{origin}: {word!r} is not {words}")
     if least is not None and value < least:
